@@ -1,0 +1,97 @@
+"""The private torch APIs that fxshard uses, each with its reason.
+
+Everything here was run on torch 2.11 and 2.14; nothing else in the package imports a private name.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
+from torch._functorch.aot_autograd import aot_export_module
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # the handshake needs the store that rendezvous used, not a collective that could hang
+    _get_default_timeout,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import preserve_node_meta
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+"""The node target that opens and closes ``no_grad`` regions in a captured graph."""
+
+__all__ = [
+    "BackendCompilerFailed",  # what Dynamo wraps an error of a backend in
+    "FakeTensor",  # shapes without storage
+    "FakeTensorMode",
+    "InternalTorchDynamoError",
+    "TracingContext",
+    "Unsupported",  # Dynamo met code that it cannot capture whole
+    "UserError",
+    "_get_default_store",
+    "_get_default_timeout",
+    "aot_export_module",  # the only capture that is functional, pre-dispatch and keeps no_grad regions
+    "cache_key_tagged",
+    "detect_fake_mode",  # Dynamo's mode has to be reused, two modes do not mix
+    "is_module_state",
+    "lookup_backend",  # any Dynamo backend by name; torch.compile would capture a second time
+    "make_fx",
+    "preserve_node_meta",
+    "register_inductor_decomposition",
+    "set_grad_enabled",
+    "unfunctionalized",
+]
+
+
+def is_module_state(placeholder: torch.fx.Node, example: object) -> bool:
+    """Return whether a Dynamo graph's placeholder is a parameter or buffer of a module.
+
+    Dynamo names the origin of each placeholder in ``_dynamo_source``; a source that was reached through an
+    ``nn.Module`` has a guard source that says so.
+
+    Args:
+        placeholder: A placeholder of the graph that Dynamo hands to a backend.
+        example: Its example input.
+    """
+    if isinstance(example, torch.nn.Parameter):
+        return True
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return False
+    guard_source = source.guard_source
+    kind = guard_source() if callable(guard_source) else guard_source  # a method in 2.11, a property in 2.14
+    return bool(kind.is_unspecialized_nn_module() or kind.is_unspecialized_builtin_nn_module())
+
+
+def unfunctionalized(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` made functional, for tracing a decomposition below autograd."""
+    return torch.func.functionalize(function)
+
+
+def register_inductor_decomposition(op: torch._ops.OpOverload, lowering: Callable[..., Any]) -> None:
+    """Let Inductor replace ``op`` by ``lowering`` when it traces, after autograd."""
+    from torch._inductor.decomposition import register_decomposition  # noqa: PLC0415  the import takes a second
+
+    register_decomposition(op)(lowering)
+
+
+@contextmanager
+def cache_key_tagged(tag: str) -> Iterator[None]:
+    """Add ``tag`` to the key of torch's on-disk compile caches, which do not see our lowerings.
+
+    Args:
+        tag: Changes whenever compiled code of the same graph would differ.
+    """
+    from torch.compiler import config  # noqa: PLC0415  not imported by torch itself
+
+    with config.patch(  # type: ignore[attr-defined]  # added to the module at import
+        cache_key_tag=f"{config.cache_key_tag}{tag}"
+    ):
+        yield

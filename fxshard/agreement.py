@@ -1,0 +1,107 @@
+"""Ranks compare what they are about to run before they run it.
+
+Every rank posts a small description to the store that started the process group and reads the others'.
+No collective is used: ranks that disagree must end in an error, not in a collective that waits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxshard._torch import FakeTensor, _get_default_store
+from fxshard.errors import RankMismatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import fx
+    from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT_S = 25.0
+FAILED = "failed"
+_rounds: dict[tuple[int, ...], int] = {}
+
+
+def digest(parts: Iterable[object]) -> str:
+    """Return a short hash of the parts' text."""
+    joined = "\n".join(map(str, parts))
+    return hashlib.sha256(joined.encode()).hexdigest()[:16]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the sum of a tensor's bits, read as integers: equal tensors have equal sums on one kind of device."""
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
+    return int(words.sum(dtype=torch.int64))
+
+
+def values_digest(tensors: Sequence[object]) -> str:
+    """Return a hash of the values of the real tensors among ``tensors``."""
+    return digest(
+        checksum(t) for t in tensors if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) and t.numel()
+    )
+
+
+def collectives_digest(local: fx.GraphModule) -> str:
+    """Return a hash of a local graph's collectives, in order, without what differs from rank to rank."""
+    sequence = []
+    for node in local.graph.nodes:
+        if getattr(node.target, "namespace", "") == "fxshard":
+            geometry = [a for a in node.args[1:-1] if isinstance(a, (list, str, float))]
+            sequence.append((str(node.target), geometry))
+    return digest(sequence)
+
+
+def agree(mesh: DeviceMesh, description: dict[str, str], timeout_s: float = TIMEOUT_S) -> None:
+    """Compare ``description`` on all ranks of ``mesh``.
+
+    Args:
+        mesh: The spatial mesh.
+        description: What has to be equal: a name and a value for each thing.  A rank that failed before
+            posts its message under ``"failed"``.
+        timeout_s: Seconds to wait for the others.
+
+    Raises:
+        RankMismatchError: A rank differs, failed, or did not come.
+    """
+    ranks = tuple(int(r) for r in mesh.mesh.flatten())
+    _rounds[ranks] = _rounds.get(ranks, -1) + 1
+    prefix = f"fxshard/{'-'.join(map(str, ranks))}/{_rounds[ranks]}"
+    store, me = _get_default_store(), ranks.index(mesh.get_rank())
+    store.set(f"{prefix}/{me}", json.dumps(description))
+    said = []
+    for other in range(len(ranks)):
+        try:
+            store.wait([f"{prefix}/{other}"], timedelta(seconds=timeout_s))
+        except Exception as error:
+            raise RankMismatchError(_absent(other, timeout_s)) from error
+        said.append(json.loads(store.get(f"{prefix}/{other}")))
+    _raise_on_difference(said)
+
+
+def _absent(rank: int, timeout_s: float) -> str:
+    return (
+        f"rank {rank} of the mesh did not compile this graph within {timeout_s:.0f} s: it raised before, or it was "
+        "given another input shape, mode (train/eval) or model; every rank of a spatial mesh runs the same program"
+    )
+
+
+def _raise_on_difference(said: Sequence[dict[str, Any]]) -> None:
+    failed = {r: d[FAILED] for r, d in enumerate(said) if FAILED in d}
+    if failed:
+        details = "; ".join(f"rank {r}: {text}" for r, text in failed.items())
+        msg = f"compilation failed on {len(failed)} of {len(said)} ranks: {details}"
+        raise RankMismatchError(msg)
+    lines = []
+    for name in said[0]:
+        values = [d.get(name) for d in said]
+        if any(v != values[0] for v in values):
+            lines.append(f"  {name}: " + ", ".join(f"rank {r} has {v}" for r, v in enumerate(values)))
+    if lines:
+        remedy = "give every rank of the spatial mesh the same model, parameters, seed, batch and options"
+        raise RankMismatchError("the ranks disagree:\n" + "\n".join(lines) + f"\n{remedy}")

@@ -1,0 +1,84 @@
+"""``fxshard.transform``: a model whose forward runs spatially parallel."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from fxshard._torch import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
+from fxshard.backend import fxshard as backend
+from fxshard.errors import CaptureError, FxShardError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def transform(
+    model: Model,
+    *,
+    mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    inner_backend: str = "inductor",
+    rng: str = "match",
+) -> Model:
+    """Return ``model`` with a forward that splits the image over the ranks of ``mesh``.
+
+    The result behaves on every rank as ``model`` does on one device with the whole input: the same outputs,
+    gradients, buffers and random draws.  It is a shallow copy: class, parameters, buffers, submodules and
+    ``state_dict()`` keys are those of ``model``, which is not changed.
+
+    Args:
+        model: Any module that ``torch.compile(fullgraph=True)`` can capture.
+        mesh: The ranks that share an image, 1-D to 3-D; None for all ranks of the default process group
+            (started from torchrun's environment when it is not up).
+        placements: One ``torch.distributed.tensor`` placement for each mesh axis, for the image-like inputs:
+            ``[Shard(3)]`` splits the width of (N, C, H, W).  None splits the largest spatial dimensions.
+        inner_backend: The Dynamo backend that compiles the rewritten graph: "inductor", "aot_eager", "eager", ...
+        rng: "match": random draws have the bits that the untouched model draws in eager mode.
+
+    Returns:
+        A module of the same class.  Every rank passes the whole batch and gets whole outputs.
+
+    Raises:
+        FxShardError: (when called) the model cannot be captured whole, the ranks disagree, or the request does
+            not fit the inputs.
+
+    Example:
+        >>> net = transform(torch.nn.Conv2d(3, 8, 7, padding=3), inner_backend="eager")
+        >>> net(torch.randn(1, 3, 16, 64)).shape
+        torch.Size([1, 8, 16, 64])
+    """
+    options = {"mesh": mesh, "placements": placements, "inner_backend": inner_backend, "rng": rng}
+    net = copy.copy(model)
+    net.__dict__["_compiled_call_impl"] = _compiled_call(net, options)
+    return net
+
+
+def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    compiled = torch.compile(
+        net._call_impl, backend=functools.partial(backend, options=options), fullgraph=True, dynamic=False
+    )
+
+    @functools.wraps(net.forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except FxShardError:
+            raise
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, FxShardError):
+                raise error.inner_exception from error
+            raise
+        except (Unsupported, UserError, InternalTorchDynamoError) as error:
+            msg = f"{type(net).__name__} cannot be captured whole: {error}"
+            raise CaptureError(msg) from error
+
+    return call

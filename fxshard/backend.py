@@ -1,0 +1,168 @@
+"""The Dynamo backend: ``torch.compile(model, backend="fxshard", options={...})``.
+
+A failure is raised when the compiled graph is first called, as the :class:`FxShardError` it is: Dynamo wraps
+what a backend raises in an error of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import Replicate as DTensorReplicate
+from torch.distributed.tensor import Shard as DTensorShard
+
+from fxshard import agreement
+from fxshard._torch import lookup_backend
+from fxshard.emitter import Rank
+from fxshard.errors import FxShardError, PlanError
+from fxshard.mesh import default_mesh
+from fxshard.passes.capture import KEY, Captured
+from fxshard.passes.config import Config
+from fxshard.passes.lower import lower
+from fxshard.passes.pipeline import localized, planned
+from fxshard.passes.replace_random import has_random
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+log = logging.getLogger("fxshard")
+on_compiled: list[Callable[[fx.GraphModule, fx.GraphModule, Config], None]] = []
+"""Called with (planned global graph, local graph, config) after each rewrite, before the inner backend."""
+OPTIONS = ("mesh", "placements", "inner_backend", "rng")
+
+
+def fxshard(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **unknown: object
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph for this rank of a spatial mesh.
+
+    Args:
+        gm: The graph that Dynamo captured.
+        example_inputs: Its inputs.
+        options: ``mesh``, ``placements``, ``inner_backend``, ``rng``: see :func:`fxshard.transform`.
+        unknown: Other keywords of ``torch.compile``; refused.
+
+    Returns:
+        A callable with the graph's inputs and outputs; it raises a :class:`FxShardError` when it is called where
+        compilation failed.
+    """
+    try:
+        return _compile(gm, example_inputs, options or {}, unknown)
+    except FxShardError as error:
+        failure = error
+
+    def fail(*_: Any) -> Any:
+        raise failure
+
+    return fail
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], unknown: dict[str, object]
+) -> Callable[..., Any]:
+    wrong = [*(k for k in options if k not in OPTIONS), *(k for k, v in unknown.items() if v is not None)]
+    if wrong:
+        msg = f"unknown options {wrong}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
+        raise PlanError(msg)
+    mesh = options.get("mesh")
+    mesh = default_mesh() if mesh is None else mesh
+    if mesh.size() == 1:
+        return lookup_backend(options.get("inner_backend", "inductor"))(gm, list(example_inputs))
+    try:
+        config = make_config(mesh, options)
+        graph = planned(gm, example_inputs, config=config)
+        local = localized(graph, config=config)
+        local.meta.update(gm.meta)
+        description = _description(graph, local, example_inputs, config)
+    except FxShardError as error:
+        agreement.agree(mesh, {agreement.FAILED: str(error)})
+        raise
+    agreement.agree(mesh, description)
+    log.info("compiled %d global nodes to %d local ones", len(graph.graph.nodes), len(local.graph.nodes))
+    for observe in on_compiled:
+        observe(graph, local, config)
+    return lower(local, example_inputs, config=config)
+
+
+def make_config(mesh: DeviceMesh, options: dict[str, Any]) -> Config:
+    """Return the passes' configuration for this rank.
+
+    Raises:
+        PlanError: The placements do not fit the mesh.
+    """
+    placements = options.get("placements")
+    coords = mesh.get_coordinate()
+    if coords is None:
+        msg = f"this rank is not in the mesh {mesh}; transform the model on the ranks of the mesh only"
+        raise PlanError(msg)
+    return Config(
+        mesh_shape=tuple(mesh.mesh.shape),
+        dims=None if placements is None else split_dims_of(placements, mesh.ndim),
+        rank=Rank(tuple(coords), tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))),
+        inner_backend=options.get("inner_backend", "inductor"),
+        rng=options.get("rng", "match"),
+    )
+
+
+def split_dims_of(placements: Sequence[Placement], axes: int) -> tuple[int, ...]:
+    """Return the dimension that each mesh axis splits, -1 for ``Replicate``.
+
+    Args:
+        placements: DTensor placements, one for each mesh axis.
+        axes: How many axes the mesh has.
+
+    Raises:
+        PlanError: Another number of placements, another kind, or one dimension twice.
+    """
+    if len(placements) != axes:
+        msg = f"{len(placements)} placements for a mesh of {axes} axes; give one for each axis"
+        raise PlanError(msg)
+    dims = []
+    for placement in placements:
+        if isinstance(placement, DTensorShard) and placement.dim >= 0:
+            dims.append(placement.dim)
+        elif isinstance(placement, DTensorReplicate):
+            dims.append(-1)
+        else:
+            msg = f"placement {placement} cannot be asked for; use Shard(dim) with dim >= 0 or Replicate()"
+            raise PlanError(msg)
+    split = [d for d in dims if d >= 0]
+    if len(set(split)) != len(split):
+        msg = f"placements {tuple(placements)} split one dimension twice; use a mesh with one axis for it"
+        raise PlanError(msg)
+    return tuple(dims)
+
+
+def _description(
+    graph: fx.GraphModule, local: fx.GraphModule, example_inputs: Sequence[Any], config: Config
+) -> dict[str, str]:
+    """Return what has to be equal on all ranks."""
+    captured: Captured = graph.meta[KEY]
+    given = [v for v, state in zip(example_inputs, captured.is_state, strict=True) if not state]
+    state = [v for v, is_state in zip(example_inputs, captured.is_state, strict=True) if is_state]
+    return {
+        "options": str(dataclasses.replace(config, rank=None)),
+        "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
+        "captured graph": agreement.digest(str(n.format_node()) for n in graph.graph.nodes),
+        "parameter and buffer values": agreement.values_digest(state),
+        "input values": agreement.values_digest(given),
+        "sequence of collectives": agreement.collectives_digest(local),
+        "generator state": _generator_digest(graph),
+        "torch": torch.__version__,
+    }
+
+
+def _generator_digest(graph: fx.GraphModule) -> str:
+    if not has_random(graph):
+        return "not used"
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return agreement.values_digest(states)

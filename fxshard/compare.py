@@ -1,0 +1,314 @@
+"""How far a transformed model is from the untouched one.
+
+Two traces of the same steps are compared tensor by tensor, by the contract
+
+    error = max|a - b| / max|a|         a from the reference, b from the other
+
+A tensor whose true value is zero (a bias before batch norm has no gradient) is only rounding noise: its own size says
+nothing.  It is judged against the largest of its kind, all gradients being one kind::
+
+    max|a| <= eps^(2/3) * largest       ->      error = max|a - b| / (1e-4 * largest)
+
+and is listed apart as *vanishing*, so that its large error does not hide others'.  Integers, flags, shapes, dtypes,
+missing gradients and generator states have no rounding: they are equal, or a mismatch.
+
+In float64 the errors must be rounding, at most 1e-9 (:meth:`Difference.exact`); in float32 at most twice what the
+untouched model's own rounding is against float64 (:func:`within_float32`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+
+from fxshard.trace import Case, Step, Trace, build_model, run_steps
+from fxshard.workers import mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor, nn
+
+__all__ = [
+    "Case",
+    "Difference",
+    "Mismatch",
+    "Trace",
+    "Worst",
+    "compare_models",
+    "compare_on_rank",
+    "difference",
+    "rounding_floor",
+    "run_steps",
+    "within_float32",
+]
+
+Kind: TypeAlias = Literal["output", "input gradient", "parameter gradient", "buffer", "vanishing"]
+
+KINDS: tuple[Kind, ...] = ("output", "input gradient", "parameter gradient", "buffer", "vanishing")
+VANISHING_SCALE = 1e-4
+"""A tensor whose true value is zero is judged against this part of the largest of its kind."""
+
+_OTHER_VALUES = "other values, where rounding is no excuse"
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest relative error of a kind, and which tensor has it (empty when none was compared)."""
+
+    error: float = 0.0
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Something that is not a matter of rounding.
+
+    Args:
+        where: The step and the tensor's name.
+        reason: What is wrong with it.
+    """
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The worst relative errors of a trace against a reference.
+
+    Args:
+        worst: For each kind, the largest error.
+        mismatches: What differs by more than rounding can.
+        strides: Tensors that lie differently in memory; said, not judged.
+    """
+
+    worst: dict[Kind, Worst] = field(default_factory=dict)
+    mismatches: tuple[Mismatch, ...] = ()
+    strides: tuple[Mismatch, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """The largest relative error of all kinds."""
+        return max((worst.error for worst in self.worst.values()), default=0.0)
+
+    def exact(self, tolerance: float = 1e-9) -> bool:
+        """Return whether nothing but rounding differs.
+
+        Args:
+            tolerance: The largest relative error that is rounding; the contract's for float64.
+        """
+        return not self.mismatches and self.error <= tolerance
+
+    def __str__(self) -> str:
+        lines = [f"{'kind':<20}{'worst error':>12}  tensor"]
+        lines += [f"{kind:<20}{worst.error:>12.1e}  {worst.where}".rstrip() for kind, worst in self.worst.items()]
+        lines += [f"mismatch  {mismatch}" for mismatch in self.mismatches]
+        lines += [f"note      {note}" for note in self.strides]
+        return "\n".join(lines)
+
+
+def difference(reference: Trace, other: Trace, *, dtypes: bool = True) -> Difference:
+    """Return how far ``other`` is from ``reference``.
+
+    Args:
+        reference: The untouched model's trace.
+        other: The trace in question, of as many steps.
+        dtypes: Whether another dtype is a mismatch.
+
+    Example:
+        >>> from torch import nn, ones
+        >>> case = Case(build=lambda: (nn.Linear(2, 2), (ones(3, 2),)))
+        >>> trace = run_steps(*build_model(case), case)
+        >>> difference(trace, trace).exact(0.0)
+        True
+    """
+    findings = _Findings(dtypes)
+    for number, (expected, found) in enumerate(zip(reference.steps, other.steps, strict=True)):
+        _compare_step(findings, f"step {number}", expected, found)
+    return Difference(findings.worst, tuple(findings.mismatches), tuple(findings.strides))
+
+
+def compare_models(case: Case, transform: Callable[[nn.Module], nn.Module]) -> Difference:
+    """Return how far the transformed model is from the untouched one.
+
+    Args:
+        case: Builds both, from the same seed.
+        transform: Takes the untouched model, returns what is to behave like it.
+    """
+    torch.compiler.reset()  # what was compiled for the last case counts against the recompile limit
+    reference = run_steps(*build_model(case), case)
+    model, inputs = build_model(case)
+    return difference(reference, run_steps(transform(model), inputs, case))
+
+
+def compare_on_rank(rank: int, case: Case) -> Difference:
+    """Return how far the model sharded over ranks is from the untouched one, as this rank sees it.
+
+    Runs in every rank of the case's mesh: ``pool.run(compare_on_rank, case, ranks=prod(case.mesh_shape))``.
+
+    Args:
+        rank: Not used: every rank must see the same as one device.
+        case: What to build and how to transform it.
+    """
+    del rank
+    from fxshard.api import transform  # noqa: PLC0415 - fxshard.api imports verify, which imports this module
+
+    def shard(model: nn.Module) -> nn.Module:
+        placements = None if case.placements is None else list(case.placements)
+        return transform(
+            model,
+            mesh=mesh(case.mesh_shape),
+            placements=placements,
+            inner_backend=case.inner_backend,
+            **case.options,
+        )
+
+    return compare_models(case, shard)
+
+
+def rounding_floor(case: Case) -> Difference:
+    """Return the error of the untouched float32 model against the untouched float64 model.
+
+    A model that draws floating random numbers (``rand``, not ``bernoulli``) draws others in another dtype and has no
+    such floor.
+
+    Args:
+        case: Its ``dtype`` does not matter.
+    """
+    return difference(_untouched(case, torch.float64), _untouched(case, torch.float32), dtypes=False)
+
+
+def within_float32(reference64: Trace, reference32: Trace, sharded32: Trace) -> bool:
+    """Return whether the sharded float32 model's error is at most twice the untouched model's own.
+
+    Args:
+        reference64: The untouched model in float64: the truth.
+        reference32: The untouched model in float32: its error is rounding.
+        sharded32: The sharded model in float32.
+    """
+    floor = difference(reference64, reference32, dtypes=False)
+    found = difference(reference64, sharded32, dtypes=False)
+    hard = [m for m in difference(reference32, sharded32).mismatches if m.reason != _OTHER_VALUES]
+    if hard or not set(found.mismatches) <= set(floor.mismatches):
+        return False
+    least = torch.finfo(torch.float32).eps
+    return all(found.worst[kind].error <= 2 * floor.worst[kind].error + least for kind in KINDS)
+
+
+def _untouched(case: Case, dtype: torch.dtype) -> Trace:
+    case = dataclasses.replace(case, dtype=dtype)
+    return run_steps(*build_model(case), case)
+
+
+@dataclass
+class _Findings:
+    """What the comparison has found so far."""
+
+    dtypes: bool
+    worst: dict[Kind, Worst] = field(default_factory=lambda: dict.fromkeys(KINDS, Worst()))
+    mismatches: list[Mismatch] = field(default_factory=list)
+    strides: list[Mismatch] = field(default_factory=list)
+
+    def add_error(self, kind: Kind, where: str, error: float) -> None:
+        if not self.worst[kind].where or error > self.worst[kind].error:
+            self.worst[kind] = Worst(error, where)
+
+    def add_mismatch(self, where: str, reason: str) -> None:
+        self.mismatches.append(Mismatch(where, reason))
+
+
+def _compare_step(findings: _Findings, step: str, expected: Step, found: Step) -> None:
+    gradients = [*expected.input_gradients.values(), *expected.parameter_gradients.values()]
+    tables: tuple[tuple[Kind, dict[str, Any], dict[str, Any], float], ...] = (
+        ("output", expected.outputs, found.outputs, _largest(expected.outputs.values())),
+        ("input gradient", expected.input_gradients, found.input_gradients, _largest(gradients)),
+        ("parameter gradient", expected.parameter_gradients, found.parameter_gradients, _largest(gradients)),
+        ("buffer", expected.buffers, found.buffers, _largest(expected.buffers.values())),
+    )
+    for kind, reference, other, largest in tables:
+        for name, a, b in _pairs(findings, f"{step}, {kind}", reference, other):
+            _compare_values(findings, kind, name, (a, b), largest)
+    for name, a, b in _pairs(findings, f"{step}, generator", expected.generators, found.generators):
+        if not torch.equal(a, b):
+            findings.add_mismatch(name, "another state: the random draws were not the same")
+
+
+def _pairs(
+    findings: _Findings, place: str, expected: dict[str, Any], found: dict[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted(expected.keys() ^ found.keys()):
+        if name not in found:
+            findings.add_mismatch(f"{place} {name}", "missing")
+        else:
+            findings.add_mismatch(f"{place} {name}", "not there in the reference")
+    yield from ((f"{place} {name}", a, found[name]) for name, a in expected.items() if name in found)
+
+
+def _compare_values(findings: _Findings, kind: Kind, where: str, values: tuple[Any, Any], largest: float) -> None:
+    a, b = values
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            findings.add_mismatch(where, f"{_describe(b)} in place of {_describe(a)}")
+        elif a != b:
+            findings.add_mismatch(where, _OTHER_VALUES)
+        return
+    if a.shape != b.shape or (findings.dtypes and a.dtype != b.dtype):
+        findings.add_mismatch(where, f"{_describe(b)} in place of {_describe(a)}")
+        return
+    if not _same_strides(a, b):
+        findings.strides.append(Mismatch(where, f"strides {b.stride()} in place of {a.stride()}"))
+    if a.is_floating_point() or a.is_complex():
+        vanishes = _size(a) <= _vanishing_limit(b.dtype) * largest
+        scale = VANISHING_SCALE * largest if vanishes else _size(a)
+        findings.add_error("vanishing" if vanishes else kind, where, _relative_error(a, b, scale))
+    elif not torch.equal(a, b):
+        findings.add_mismatch(where, _OTHER_VALUES)
+
+
+def _relative_error(a: Tensor, b: Tensor, scale: float) -> float:
+    a, b = _widen(a), _widen(b)
+    same = (a == b) | (a.isnan() & b.isnan())  # a - b is no number where both are infinite
+    distance = torch.where(same, 0.0, (a - b).abs())
+    worst = float(distance.max()) if distance.numel() else 0.0
+    if worst == 0:
+        return 0.0
+    return worst / scale if scale > 0 and not math.isnan(worst) else math.inf
+
+
+def _vanishing_limit(dtype: torch.dtype) -> float:
+    return math.pow(torch.finfo(dtype).eps, 2 / 3)
+
+
+def _largest(values: Any) -> float:
+    sizes = [_size(v) for v in values if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
+    return max(sizes, default=0.0)
+
+
+def _size(tensor: Tensor) -> float:
+    """Return the largest finite magnitude."""
+    magnitudes = _widen(tensor).abs()
+    finite = magnitudes[magnitudes.isfinite()]
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _same_strides(a: Tensor, b: Tensor) -> bool:
+    # a dimension of size 1 has no stride to speak of
+    return all(size <= 1 or s == t for size, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "none" if value is None else repr(value)

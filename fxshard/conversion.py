@@ -1,0 +1,71 @@
+r"""Conversions between layouts: the nodes that bring a value from where it is to where it is wanted.
+
+One axis after the other, which fills the corners of two-dimensional halos::
+
+    from \\ to    Replicate         Shard                       Shard with a held window
+    Replicate    (sum_gradient)    slice                       slice, halo_exchange
+    Partial      all_reduce        all_reduce, slice           all_reduce, slice, halo_exchange
+    Shard        all_gather        halo_exchange (new bounds)  halo_exchange
+                                   redistribute (new dim)      redistribute, halo_exchange
+
+A replicated value that enters work which is split on an axis gets ``sum_gradient`` there: each rank's
+gradient is only its part of the sum.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fxshard.layout import Layout, Partial, Placement, Replicate, Shard, Window
+
+if TYPE_CHECKING:
+    from torch.fx import Node
+
+    from fxshard.emitter import Emitter
+
+
+def convert(emitter: Emitter, x: Node, source: Layout, target: Layout, summed_axes: frozenset[int]) -> Node:
+    """Emit the conversion of one value.
+
+    Args:
+        emitter: Where to.
+        x: The local node that holds the value in layout ``source``.
+        source: How it is.
+        target: How it is wanted.
+        summed_axes: The axes on which a replicated value feeds split work and needs its gradient summed.
+
+    Returns:
+        The local node in layout ``target``; ``x`` itself where nothing has to be done.
+    """
+    for axis, (have, want) in enumerate(zip(source, target, strict=True)):
+        if not isinstance(want, Shard):
+            x = _replicate(emitter, x, axis, have)
+            if axis in summed_axes and isinstance(want, Replicate):
+                x = emitter.sum_gradient(x, axis)
+    for axis, (have, want) in enumerate(zip(source, target, strict=True)):
+        if isinstance(want, Shard):
+            x = _shard(emitter, x, axis, have, want)
+    return x
+
+
+def _replicate(emitter: Emitter, x: Node, axis: int, have: Placement) -> Node:
+    if isinstance(have, Partial):
+        return emitter.all_reduce(x, axis, have.op)
+    if isinstance(have, Shard):
+        return emitter.all_gather(x, axis, have)
+    return x
+
+
+def _shard(emitter: Emitter, x: Node, axis: int, have: Placement, want: Shard) -> Node:
+    if have == want:
+        return x
+    if isinstance(have, Shard) and have.dim != want.dim and have.outer == want.outer == 1:
+        x, have = emitter.redistribute(x, axis, have, want.owned), want.owned
+    elif not isinstance(have, Shard) or have.dim != want.dim or not have.outer == want.outer == 1:
+        x, have = emitter.slice(_replicate(emitter, x, axis, have), axis, want.owned), want.owned
+    return emitter.fetch(x, axis, have, want.held or owned_window(want))
+
+
+def owned_window(shard: Shard) -> Window:
+    """Return the window of a shard that holds what it owns."""
+    return Window(tuple(zip(shard.bounds, shard.bounds[1:], strict=False)))

@@ -1,0 +1,83 @@
+"""What travels: blocks of tensors packed into one flat buffer, one ``all_to_all_single`` for all of them.
+
+::
+
+    rank r      [ to rank 0 | to rank 1 | ... ]     sizes exact, zero for who gets nothing
+                      |           |
+                  all_to_all_single                 one message per neighbour
+                      |           |
+    rank t      [ of rank 0 | of rank 1 | ... ]
+
+Every rank takes part, also one that sends nothing.  If the left and the right neighbour are the same rank, both
+strips are in its part of the buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxshard.ops.memory import CHANNELS_LAST, Order, inverse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+Shape = tuple[int, ...] | list[int]
+
+
+def wire_order(dims: int) -> Order:
+    """Return the order in which a block's dimensions travel, from the slowest to the fastest.
+
+    It depends on nothing but the number of dimensions: the strides of a thin part can be ambiguous and may be
+    read differently by the rank at the other end.  Channels last, because then a strip of columns is a few long
+    runs in a channels_last activation, and short runs in any case in a contiguous one.
+    """
+    return CHANNELS_LAST[dims][1] if dims in CHANNELS_LAST else tuple(range(dims))
+
+
+def swap_blocks(
+    outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Shape]], like: Tensor, group: str
+) -> list[list[Tensor]]:
+    """Send blocks to every rank and receive theirs.
+
+    Args:
+        outgoing: For each rank, the blocks that go there.
+        incoming: For each rank, the shapes of the blocks that come from there, in the sender's order.
+        like: Gives the number of dimensions, the dtype and the device.
+        group: The name of the process group.
+
+    Returns:
+        For each rank, the blocks that came from there, as views into the receive buffer.
+    """
+    order = wire_order(like.dim())
+    flat = [block.permute(order).reshape(-1) for block in chain.from_iterable(outgoing)]
+    buffer = torch.cat(flat) if flat else like.new_empty(0)
+    width = 2 if like.is_complex() else 1  # real numbers per element
+    sent = [width * sum(block.numel() for block in blocks) for blocks in outgoing]
+    received = [width * sum(math.prod(shape) for shape in shapes) for shapes in incoming]
+    buffer = torch.ops._c10d_functional.all_to_all_single(as_real(buffer).reshape(-1), received, sent, group)
+    buffer = torch.ops._c10d_functional.wait_tensor(buffer)
+    return _unpack(torch.view_as_complex(buffer.view(-1, 2)) if width == 2 else buffer, incoming, order)
+
+
+def as_real(x: Tensor) -> Tensor:
+    """Return ``x`` as collectives take it: complex numbers as a last dimension of 2."""
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _unpack(buffer: Tensor, incoming: Sequence[Sequence[Shape]], order: Order) -> list[list[Tensor]]:
+    blocks: list[list[Tensor]] = []
+    start = 0
+    for shapes in incoming:
+        blocks.append([])
+        for shape in shapes:
+            size = math.prod(shape)
+            block = buffer.narrow(0, start, size).view([shape[d] for d in order])
+            blocks[-1].append(block.permute(inverse(order)))
+            start += size
+    return blocks

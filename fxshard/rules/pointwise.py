@@ -1,0 +1,95 @@
+"""Pointwise operators: every output element depends on the elements at its own position.
+
+All inputs are brought to the split of one of them; an input that is broadcast along the split
+dimension stays whole::
+
+    x      (N, C, H, W)   Shard(3)      ->  the one with most elements decides
+    mask   (H, W)         Replicate     ->  Shard(1), a local slice
+    scale  (C, 1, 1)      Replicate     ->  Replicate (its gradient is summed)
+
+Proof of the rows: element-wise functions commute with restriction to a set of positions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxshard.layout import Placement, Replicate, Shard
+from fxshard.rules.rule import Choice, Gather, Row, rule
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fxshard.rules.call import OpCall
+
+aten = torch.ops.aten
+
+
+def shifted(placement: Placement, by: int) -> Placement:
+    """Return the placement with its dimension number moved by ``by``."""
+    if isinstance(placement, Shard):
+        return Shard(placement.dim + by, placement.bounds, placement.outer, placement.held)
+    return placement
+
+
+def leading_shard(shapes: Sequence[Sequence[int]], at: Sequence[Placement], out_shape: Sequence[int]) -> Shard | None:
+    """Return the split, in output dimensions, of the largest input that is split and not broadcast there.
+
+    Args:
+        shapes: Global input shapes, aligned at the last dimension with ``out_shape``.
+        at: Their placements.
+        out_shape: The global output shape.
+    """
+    found: list[tuple[int, Shard]] = []
+    for shape, placement in zip(shapes, at, strict=True):
+        if isinstance(placement, Shard):
+            moved = Shard(placement.dim + len(out_shape) - len(shape), placement.bounds, placement.outer)
+            if out_shape[moved.dim] == shape[placement.dim]:
+                found.append((math.prod(shape), moved))
+    return max(found, key=lambda item: item[0])[1] if found else None
+
+
+def aligned(shape: Sequence[int], shard: Shard, out_shape: Sequence[int]) -> Placement:
+    """Return how an input of ``shape`` has to be placed for an output that is split by ``shard``."""
+    dim = shard.dim - (len(out_shape) - len(shape))
+    if dim < 0 or shape[dim] != out_shape[shard.dim]:
+        return Replicate()
+    return Shard(dim, shard.bounds, shard.outer)
+
+
+@rule(
+    torch.Tag.pointwise,
+    aten.clone.default,
+    aten.contiguous.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh_copy.default,
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
+    aten.copy.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    nested=True,
+)
+def place_pointwise(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Bring every input to the split of the largest."""
+    shapes = [call.shape(i) for i in range(len(call.inputs))]
+    out_shape = call.out_shape
+    shard = leading_shard(shapes, at, out_shape)
+    if shard is None:
+        return Gather("no input is split along an output dimension")
+    wanted = tuple(aligned(shape, shard, out_shape) for shape in shapes)
+    return Row(wanted, (shard,) * len(call.output_values))

@@ -1,0 +1,173 @@
+"""Views: reshape, permute and their kin move a split to other dimensions without communication.
+
+A reshape groups dimensions with equal products.  Inside a group the split factor S of a dimension has
+``outer`` positions in front of it and ``inner`` behind it; the group's flat index is (outer, S, inner)::
+
+    (N, C, H, W) -> (N, C, H*W)         split W:  (H, W, 1)    -> dim 2, bounds over W,   outer H
+                                        split H:  (1, H, W)    -> dim 2, bounds over H*W, outer 1
+    (N, C, H) -> (N, C, H/2, 2)         split H:  bounds halve where they are even, else moved to even ones
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from fxshard.layout import Placement, Replicate, Shard, spread_bounds
+from fxshard.rules.rule import Choice, Gather, Row, rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch.fx import Node
+
+    from fxshard.emitter import Emitter
+    from fxshard.rules.call import OpCall
+    from fxshard.values import NodePlan
+
+aten = torch.ops.aten
+
+
+def groups(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """Yield ranges of dimensions of two shapes of equal element count that hold the same elements.
+
+    Example:
+        >>> list(groups((2, 6, 4), (2, 3, 8)))
+        [(range(0, 1), range(0, 1)), (range(1, 3), range(1, 3))]
+    """
+    i = j = 0
+    while i < len(source) or j < len(target):
+        i0, j0, left, right = i, j, 1, 1
+        while True:
+            if left <= right and i < len(source) and (left < right or i == i0):
+                left, i = left * source[i], i + 1
+            elif right <= left and j < len(target) and (right < left or j == j0):
+                right, j = right * target[j], j + 1
+            else:
+                break
+        yield range(i0, i), range(j0, j)
+
+
+def reshaped(source: Sequence[int], target: Sequence[int], shard: Shard) -> tuple[Shard, Shard] | None:
+    """Return how a split input has to be placed for a reshape, and how its output then is.
+
+    Args:
+        source: The input's global shape.
+        target: The output's global shape.
+        shard: The input's split.
+
+    Returns:
+        ``(input, output)``, or None where the split does not survive the reshape.
+    """
+    for left, right in groups(source, target):
+        if shard.dim in left:
+            outer = math.prod(source[left.start : shard.dim]) * shard.outer
+            inner = math.prod(source[shard.dim + 1 : left.stop])
+            return _placed_in_group(shard, outer, inner, [(d, target[d]) for d in right])
+    return None
+
+
+def _placed_in_group(
+    shard: Shard, outer: int, inner: int, dims: Sequence[tuple[int, int]]
+) -> tuple[Shard, Shard] | None:
+    """Find the output dimension of a group's (outer, S, inner) that takes the split."""
+    before = 1
+    for dim, size in dims:
+        if outer % before:
+            return None
+        ahead = outer // before  # positions of the outer factor that fall into this dimension
+        behind = before * size  # positions up to and with this dimension
+        if behind > outer:
+            return _placed_in_dim(shard, dim, size, ahead, inner)
+        before = behind
+    return None
+
+
+def _placed_in_dim(shard: Shard, dim: int, size: int, ahead: int, inner: int) -> tuple[Shard, Shard] | None:
+    if size % ahead:
+        return None
+    split, total = size // ahead, shard.size * inner
+    if split % shard.size == 0:  # the whole split factor and some of what is behind it
+        factor = split // shard.size
+        return (shard, Shard(dim, tuple(b * factor for b in shard.bounds), ahead)) if inner % factor == 0 else None
+    if total % split or shard.size % split:
+        return None
+    unit = shard.size // split  # the split factor itself is cut; only its leading part can carry the split
+    spread = spread_bounds(tuple((b + unit // 2) // unit for b in shard.bounds))
+    if spread is None:
+        return None
+    return Shard(shard.dim, tuple(b * unit for b in spread), shard.outer), Shard(dim, spread, ahead)
+
+
+@rule(
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten._reshape_copy.default,
+    aten.view_copy.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+    emit=lambda *a: _emit_reshape(*a),
+    nested=True,
+)
+def place_reshape(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Carry the split through the reshape."""
+    (shard,) = at
+    assert isinstance(shard, Shard)
+    shards = reshaped(call.shape(0), call.out_shape, shard)
+    if shards is None:
+        return Gather(f"the split of dim {shard.dim} does not survive {call.shape(0)} -> {call.out_shape}")
+    return Row((shards[0],), (shards[1],))
+
+
+def _emit_reshape(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:
+    shape = emitter.local_shape(call.out_shape, plan.outputs[0])
+    return emitter.call(aten.reshape.default, inputs[0], shape)
+
+
+def _moved(shard: Shard, dim: int) -> Shard:
+    return Shard(dim, shard.bounds, shard.outer)
+
+
+@rule(aten.permute.default, nested=True)
+def place_permute(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Move the split with its dimension."""
+    (shard,) = at
+    assert isinstance(shard, Shard)
+    order = [d % len(call.shape(0)) for d in call["dims"]]
+    return Row((shard,), (_moved(shard, order.index(shard.dim)),))
+
+
+@rule(aten.transpose.int, aten.t.default, nested=True)
+def place_transpose(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Exchange two dimensions."""
+    (shard,) = at
+    assert isinstance(shard, Shard)
+    rank = len(call.shape(0))
+    first, second = (call[n] % rank for n in ("dim0", "dim1")) if call.op is aten.transpose.int else (0, rank - 1)
+    return Row((shard,), (_moved(shard, {first: second, second: first}.get(shard.dim, shard.dim)),))
+
+
+@rule(aten.expand.default, emit=lambda *a: _emit_expand(*a), nested=True)
+def place_expand(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Repeat other dimensions than the split one."""
+    (shard,) = at
+    assert isinstance(shard, Shard)
+    added = len(call.out_shape) - len(call.shape(0))
+    return Row((shard,), (_moved(shard, shard.dim + added),))
+
+
+def _emit_expand(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:
+    return emitter.call(aten.expand.default, inputs[0], emitter.local_shape(call.out_shape, plan.outputs[0]))
+
+
+@rule(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+def place_new(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Only the dtype and device of the input matter; the result is whole on every rank."""
+    return Row(at, (Replicate(),))

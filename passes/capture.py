@@ -1,0 +1,116 @@
+"""Capture: the graph that Dynamo hands to a backend becomes a functional ATen graph with global shapes.
+
+Before::
+
+    y = self.conv(x); y.relu_(); self.running.copy_(...)      modules, in-place code, no_grad regions
+
+After::
+
+    conv2d = aten.conv2d.default(x, weight, bias, ...)         pre-dispatch, functional
+    relu = aten.relu.default(conv2d)
+    return (new_running, relu)                                 buffer updates are the first outputs
+
+``meta["val"]`` of each node is a fake tensor of global shape; ``gm.meta["fxshard_capture"]`` says which
+outputs are buffer updates, which inputs need gradients and which are the model's own state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxshard._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    aot_export_module,
+    detect_fake_mode,
+    is_module_state,
+    preserve_node_meta,
+)
+from fxshard.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+KEY = "fxshard_capture"
+SOURCE = "_dynamo_source"
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What capture knows besides the graph.
+
+    Args:
+        updates: For each leading output, the index of the input that it is the new value of.
+        requires_grad: For each input, whether it needs a gradient.
+        is_state: For each input, whether it is a parameter or buffer of the model.
+    """
+
+    updates: tuple[int, ...]
+    requires_grad: tuple[bool, ...]
+    is_state: tuple[bool, ...]
+
+
+class _Inlined(torch.nn.Module):
+    """Runs the Dynamo graph node by node, so that capture sees its operators."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__()
+        self.interpreter = [fx.Interpreter(graph_module)]  # in a list: its parameters are not this module's
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.interpreter[0].run(*inputs)
+
+
+def concrete(value: object) -> object:
+    """Return ``value`` with a symbolic size made a number, which Dynamo then guards on."""
+    return int(value) if isinstance(value, torch.SymInt) else value
+
+
+def _fake(value: object, mode: FakeTensorMode) -> object:
+    if not isinstance(value, torch.Tensor):
+        return concrete(value)
+    if isinstance(value, FakeTensor):
+        sizes, strides = [int(s) for s in value.shape], [int(s) for s in value.stride()]
+        with mode:
+            made = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+        return made.requires_grad_(value.requires_grad)
+    return mode.from_tensor(value, static_shapes=True)
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """Return the functional ATen graph of a Dynamo graph, with global shapes.
+
+    Args:
+        gm: What Dynamo hands to a backend.
+        example_inputs: Its inputs, real or fake.
+
+    Returns:
+        A graph module with the same inputs; its outputs are the buffer updates, then the outputs of ``gm``.
+
+    Raises:
+        CaptureError: The graph has an operator that cannot be made functional; the message has the user's line.
+    """
+    mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [_fake(value, mode) for value in example_inputs]
+    try:
+        with preserve_node_meta(), mode:
+            captured, signature = aot_export_module(_Inlined(gm), fakes, trace_joint=False, pre_dispatch=True)
+    except Exception as error:
+        msg = f"the model cannot be captured as a functional graph: {error}"
+        raise CaptureError(msg) from error
+    assert isinstance(captured, fx.GraphModule)
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    for ours, theirs in zip((n for n in captured.graph.nodes if n.op == "placeholder"), placeholders, strict=True):
+        if hasattr(theirs, SOURCE):  # inner backends read from it which inputs are the model's own
+            setattr(ours, SOURCE, getattr(theirs, SOURCE))
+    names = list(signature.user_inputs)
+    captured.meta[KEY] = Captured(
+        updates=tuple(names.index(target) for target in signature.user_inputs_to_mutate.values()),
+        requires_grad=tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in example_inputs),
+        is_state=tuple(is_module_state(p, v) for p, v in zip(placeholders, example_inputs, strict=True)),
+    )
+    return captured

@@ -1,0 +1,29 @@
+"""What the passes are told: the mesh, the user's options, and whose graph it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fxshard.emitter import Rank
+
+
+@dataclass(frozen=True)
+class Config:
+    """Options of one compilation.
+
+    Args:
+        mesh_shape: Ranks on each mesh axis.
+        dims: The tensor dimension that each mesh axis splits in image-like inputs; None lets the planner choose,
+            -1 replicates on that axis.
+        rank: Whose local graph is made; None while nobody's is (planning needs none).
+        inner_backend: The Dynamo backend that compiles the local graph.
+        rng: "match": draws equal the untouched model's in eager mode.
+    """
+
+    mesh_shape: tuple[int, ...]
+    dims: tuple[int, ...] | None
+    rank: Rank | None
+    inner_backend: str = "inductor"
+    rng: str = "match"

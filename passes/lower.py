@@ -1,0 +1,77 @@
+"""Lower: hand the local graph to the inner backend, communication nodes as functional collectives.
+
+Under Inductor each ``fxshard`` operator becomes ``_c10d_functional`` calls by a decomposition that applies
+after autograd: Inductor knows those as collectives and keeps their order.  Other backends run the operators
+as they are.  The hash of the lowerings goes into the compile caches' key, so that cached code of another
+version never runs.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxshard._torch import cache_key_tagged, lookup_backend, register_inductor_decomposition
+from fxshard.errors import PlanError
+from fxshard.ops.lowering import LOWERINGS, lowering_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
+
+    from fxshard.passes.config import Config
+
+
+@cache
+def _register_decompositions() -> None:
+    for op, lowering in LOWERINGS.items():
+        register_inductor_decomposition(op, lowering)
+
+
+def without_autocast() -> ExitStack:
+    """Return a context without autocast: capture has made its casts explicit in the graph."""
+    stack = ExitStack()
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> Callable[..., Any]:
+    """Compile a rewritten graph with the inner backend.
+
+    Args:
+        local: One rank's local graph.
+        example_inputs: Its inputs, global.
+        config: Names the inner backend.
+
+    Returns:
+        A callable with the graph's inputs and outputs.
+
+    Raises:
+        PlanError: There is no backend of that name.
+    """
+    try:
+        backend = lookup_backend(config.inner_backend)
+    except Exception as error:
+        msg = (
+            f"inner_backend={config.inner_backend!r} is no Dynamo backend; torch.compiler.list_backends() has the names"
+        )
+        raise PlanError(msg) from error
+    if config.inner_backend == "inductor":
+        _register_decompositions()
+    ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
+    with without_autocast(), cache_key_tagged(f"fxshard-{lowering_hash()}"):
+        compiled = backend(local, list(example_inputs))
+    if not ambient:
+        return compiled
+
+    def run(*inputs: Any) -> Any:
+        with without_autocast():
+            return compiled(*inputs)
+
+    return run

@@ -1,0 +1,48 @@
+"""Orders the passes and names the one that failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fxshard.errors import FxShardError
+from fxshard.passes.capture import capture
+from fxshard.passes.plan import plan
+from fxshard.passes.replace_random import replace_random
+from fxshard.passes.rewrite import rewrite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import fx
+
+    from fxshard.passes.config import Config
+
+
+def run_pass(function: Callable[..., fx.GraphModule], gm: fx.GraphModule, **options: Any) -> fx.GraphModule:
+    """Run one pass, lint and recompile its result.
+
+    Raises:
+        FxShardError: As the pass raised it, or one that names the pass and its cause.
+    """
+    try:
+        result = function(gm, **options)
+        result.graph.lint()
+        result.recompile()
+    except FxShardError:
+        raise
+    except Exception as error:
+        msg = f"pass {function.__name__!r} failed, a bug of fxshard: {type(error).__name__}: {error}"
+        raise FxShardError(msg) from error
+    return result
+
+
+def planned(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> fx.GraphModule:
+    """Return the captured graph with a layout on every node."""
+    captured = capture(gm, example_inputs)
+    captured = run_pass(replace_random, captured)
+    return run_pass(plan, captured, config=config)
+
+
+def localized(planned_graph: fx.GraphModule, *, config: Config) -> fx.GraphModule:
+    """Return the local graph of ``config.rank``."""
+    return run_pass(rewrite, planned_graph, config=config)

@@ -1,0 +1,215 @@
+"""Plan: write a layout on every node of the global graph.
+
+The plain strategy: image-like inputs are split as asked (default: their largest spatial dimension), every
+operator's rule is asked in program order what it does with the layouts its inputs have, and what no rule
+covers is gathered with its reason.  Calls that a rule expands are replaced in the graph and planned.
+
+Before::                                       After::
+
+    conv2d(x, w)                               conv2d      [S(3; 0,32,64)]
+    _native_batch_norm_legit_functional        var_mean    [R], sub [S(3; ...)], ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+
+from fxshard.errors import PlanError
+from fxshard.layout import Layout, Partial, Placement, Replicate, Shard, even_bounds, replicated
+from fxshard.passes.capture import KEY, Captured
+from fxshard.passes.splice import splice
+from fxshard.rules import Expand, Gather, OpCall, Row, find_rule
+from fxshard.values import NodePlan, is_tensor, plan_of, set_plan, tensor_value
+
+if TYPE_CHECKING:
+    from fxshard.passes.config import Config
+
+ALIGNMENTS = (64, 32, 16, 8, 4, 2, 1)
+MOST_IMBALANCE = 1 / 16
+"""How much longer than the mean the longest shard may be for the sake of aligned bounds."""
+
+
+def plan(gm: fx.GraphModule, *, config: Config) -> fx.GraphModule:
+    """Write a :class:`~fxshard.values.NodePlan` on every node.
+
+    Args:
+        gm: A captured graph (:func:`fxshard.passes.capture.capture`); expanded calls are replaced in it.
+        config: The mesh and what is asked.
+
+    Returns:
+        ``gm``.
+
+    Raises:
+        PlanError: No input has the dimension that is to be split.
+    """
+    planner = _Planner(gm, config)
+    node = next(iter(gm.graph.nodes))
+    while node.op != "root":
+        node = planner.visit(node)
+    gm.graph.lint()
+    gm.recompile()
+    return gm
+
+
+def aligned_bounds(size: int, ranks: int) -> tuple[int, ...]:
+    """Return bounds on the largest power of two up to 64 that keeps the shards balanced.
+
+    Example:
+        >>> aligned_bounds(2048, 2), aligned_bounds(97, 3)
+        ((0, 1024, 2048), (0, 32, 64, 97))
+    """
+    for multiple in ALIGNMENTS:
+        bounds = even_bounds(size, ranks, multiple)
+        lengths = [b - a for a, b in itertools.pairwise(bounds)]
+        if min(lengths) > 0 and max(lengths) * ranks <= size * (1 + MOST_IMBALANCE):
+            return bounds
+    return even_bounds(size, ranks)
+
+
+def _image_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the floating inputs with the most dimensions that are not the model's state."""
+    captured: Captured = gm.meta[KEY]
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    found = [
+        n
+        for n, state in zip(placeholders, captured.is_state, strict=True)
+        if not state and is_tensor(n) and tensor_value(n).is_floating_point() and tensor_value(n).ndim > 2
+    ]
+    most = max((tensor_value(n).ndim for n in found), default=0)
+    return [n for n in found if tensor_value(n).ndim == most]
+
+
+def split_dims(gm: fx.GraphModule, config: Config) -> tuple[int, ...]:
+    """Return the dimension that each mesh axis splits: as asked, or the largest spatial ones.
+
+    Raises:
+        PlanError: No input has such a dimension.
+    """
+    images = _image_inputs(gm)
+    shapes = [tuple(tensor_value(n).shape) for n in images]
+    if config.dims is not None:
+        for dim in config.dims:
+            if dim >= 0 and images and not any(dim < len(s) for s in shapes):
+                msg = f"placements split dim {dim} of inputs of shapes {shapes}; name a dim below {len(shapes[0])}"
+                raise PlanError(msg)
+        return config.dims
+    if not images:
+        return (-1,) * len(config.mesh_shape)
+    shape = max(shapes)
+    order = sorted(range(2, len(shape)), key=lambda d: (-shape[d], -d))[: len(config.mesh_shape)]
+    return (
+        tuple(sorted(order))
+        if len(order) == len(config.mesh_shape)
+        else (*sorted(order), *(-1,) * (len(config.mesh_shape) - len(order)))
+    )
+
+
+class _Planner:
+    """Visits the nodes in program order."""
+
+    def __init__(self, gm: fx.GraphModule, config: Config) -> None:
+        self.gm = gm
+        self.config = config
+        self.dims = split_dims(gm, config)
+        self.images = set(_image_inputs(gm))
+        self.whole = replicated(len(config.mesh_shape))
+
+    def visit(self, node: fx.Node) -> fx.Node:
+        """Plan ``node`` and return the next node to visit."""
+        if node.op == "placeholder":
+            set_plan(node, NodePlan((), (self._input_layout(node),)))
+        elif node.op == "output":
+            set_plan(node, NodePlan((self.whole,) * len(node.all_input_nodes), ()))
+        elif node.op == "call_function":
+            return self._visit_call(node)
+        else:
+            set_plan(node, NodePlan((), (self.whole,)))
+        return node.next
+
+    def _input_layout(self, node: fx.Node) -> Layout:
+        axes: list[Placement] = []
+        for dim, ranks in zip(self.dims, self.config.mesh_shape, strict=True):
+            size = tensor_value(node).shape[dim] if node in self.images and 0 <= dim < tensor_value(node).ndim else 0
+            axes.append(Shard(dim, aligned_bounds(size, ranks)) if size >= ranks > 1 else Replicate())
+        return Layout(tuple(axes))
+
+    def _visit_call(self, node: fx.Node) -> fx.Node:
+        if isinstance(node.target, torch._ops.OpOverload):
+            return self._visit_operator(node)
+        parents = node.all_input_nodes
+        if node.target is operator.getitem and plan_of(parents[0]) is not None:
+            layout = _outputs(parents[0])[node.args[1]]  # type: ignore[index]
+            set_plan(node, NodePlan((layout,), (layout,)))
+        else:
+            gathered = any(not layout.is_replicated for p in parents for layout in _outputs(p))
+            reason = f"no rule for {node.target}" if gathered else ""
+            set_plan(node, NodePlan((self.whole,) * len(parents), (self.whole,) * _count(node), reason))
+        return node.next
+
+    def _visit_operator(self, node: fx.Node) -> fx.Node:
+        call = OpCall(node)
+        layouts = [_settled(_outputs(n)[0]) for n in call.inputs]
+        rows, reasons = [], []
+        for axis in range(len(self.whole.axes)):
+            choice = _choose(call, tuple(layout[axis] for layout in layouts), self._split_twice(layouts, axis))
+            if isinstance(choice, Expand):
+                first = splice(self.gm, call, choice)
+                if first is not None:
+                    return first
+                choice = Gather(f"no rule for {call.op}")
+            if isinstance(choice, Gather):
+                reasons.append(choice.reason)
+                choice = _whole_row(call)
+            rows.append(choice)
+        inputs = tuple(Layout(tuple(row.inputs[i] for row in rows)) for i in range(len(call.inputs)))
+        outputs = tuple(Layout(tuple(row.outputs[i] for row in rows)) for i in range(len(call.output_values)))
+        set_plan(node, NodePlan(inputs, outputs, "; ".join(dict.fromkeys(reasons))))
+        return node.next
+
+    def _split_twice(self, layouts: list[Layout], axis: int) -> bool:
+        """Whether an earlier axis splits the same dimension of an input as ``axis``."""
+        for layout in layouts:
+            own = layout[axis]
+            if isinstance(own, Shard) and any(isinstance(p, Shard) and p.dim == own.dim for p in layout.axes[:axis]):
+                return True
+        return False
+
+
+def _outputs(node: fx.Node) -> tuple[Layout, ...]:
+    found = plan_of(node)
+    assert found is not None, f"{node.format_node()} is used before it is planned"
+    return found.outputs
+
+
+def _settled(layout: Layout) -> Layout:
+    """Return the layout that a rule is asked about: terms count as summed, windows as what is owned."""
+    return Layout(
+        tuple(Replicate() if isinstance(p, Partial) else p.owned if isinstance(p, Shard) else p for p in layout)
+    )
+
+
+def _count(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, (tuple, list)) else 1
+
+
+def _whole_row(call: OpCall) -> Row:
+    return Row((Replicate(),) * len(call.inputs), (Replicate(),) * len(call.output_values))
+
+
+def _choose(call: OpCall, at: tuple[Placement, ...], split_twice: bool) -> Row | Gather | Expand:
+    found = find_rule(call.op)
+    split = any(isinstance(p, Shard) for p in at)
+    if not split and not (found and found.always):
+        return _whole_row(call)
+    if found is None:
+        return Expand(call.op)  # by the operator's own decomposition
+    if split_twice and not found.nested:
+        return Gather(f"{call.op} has a dimension that two mesh axes split")
+    choice = found.place(call, at)
+    return Gather(f"{call.op}: {choice.reason}") if isinstance(choice, Gather) else choice

@@ -1,0 +1,183 @@
+"""Rewrite: the planned global graph becomes the local graph of one rank.
+
+Before::                                  After (rank 1 of 2)::
+
+    conv2d(x, w, b, [1, 1], [3, 3])       slice = fxshard.slice(x, 3, [0, 32, 64], ...)
+                                          halo_exchange = fxshard.halo_exchange(slice, 3, [0, 32, 64], ...)
+                                          sum_gradient = fxshard.sum_gradient(w, ...)
+                                          conv2d(halo_exchange, sum_gradient, ..., [1, 1], [3, 0])
+
+Each node's inputs are converted to the layouts that its plan wants (``fxshard.conversion``), once for each
+layout and gradient mode; then its rule emits the local program.  Every rank emits the same nodes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxshard._torch import set_grad_enabled
+from fxshard.conversion import convert
+from fxshard.emitter import Emitter
+from fxshard.layout import Layout, replicated
+from fxshard.passes.capture import KEY, SOURCE, Captured
+from fxshard.rules import OpCall, emit_same, find_rule
+from fxshard.values import NodePlan, is_tensor, plan_of
+
+if TYPE_CHECKING:
+    from fxshard.passes.config import Config
+
+
+def rewrite(gm: fx.GraphModule, *, config: Config) -> fx.GraphModule:
+    """Return the local graph of ``config.rank``.
+
+    Args:
+        gm: A planned graph.
+        config: The mesh and the rank.
+
+    Returns:
+        A new graph module with the same inputs and the same outputs (global, without the buffer updates, which
+        it writes to the buffers itself).
+    """
+    return _Rewriter(gm, config).run()
+
+
+class _Rewriter:
+    """Walks the global graph and emits the local one."""
+
+    def __init__(self, gm: fx.GraphModule, config: Config) -> None:
+        self.gm, self.config = gm, config
+        self.captured: Captured = gm.meta[KEY]
+        mode = next(n.meta["val"].fake_mode for n in gm.graph.nodes if is_tensor(n))
+        assert config.rank is not None, "a local graph is one rank's"
+        self.rank = config.rank
+        self.emitter = Emitter(fx.Graph(), config.rank, mode)
+        self.local: dict[fx.Node, Any] = {}
+        self.buffers: list[fx.Node] = []
+        self.converted: dict[tuple[Any, ...], fx.Node] = {}
+        self.needs_grad: dict[fx.Node, bool] = {}
+        self.grad_region, self.grad_enabled = 0, True
+        self.whole = replicated(len(config.mesh_shape))
+
+    def run(self) -> fx.GraphModule:
+        """Return the local graph module."""
+        self._placeholders()
+        for node in self.gm.graph.nodes:
+            self.emitter.origin = node
+            if node.op == "placeholder":
+                continue
+            if node.op == "output":
+                self._output(node)
+            else:
+                self.needs_grad[node] = self.grad_enabled and self._differentiable(node)
+                self.local[node] = self._get_attr(node) if node.op == "get_attr" else self._call(node)
+        for name, constant in self.emitter.constants.items():
+            self.gm.register_buffer(name, constant, persistent=False)
+        local = fx.GraphModule(self.gm, self.emitter.graph)
+        local.graph.lint()
+        return local
+
+    def _differentiable(self, node: fx.Node) -> bool:
+        values = node.meta.get("val")
+        tensors = values if isinstance(values, (tuple, list)) else (values,)
+        floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in tensors)
+        return (
+            floating
+            and node.target is not torch.ops.aten.detach.default
+            and any(self.needs_grad[n] for n in node.all_input_nodes)
+        )
+
+    def _placeholders(self) -> None:
+        """Emit the inputs, whole as they are passed, then the slices of those that are planned split."""
+        inputs = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+        for node, needs_grad in zip(inputs, self.captured.requires_grad, strict=True):
+            self.emitter.origin, self.needs_grad[node] = node, needs_grad
+            self.local[node] = made = self.emitter.graph.placeholder(str(node.target))
+            self.emitter.adopt(made)
+            made.meta["val"] = node.meta.get("val")
+            if hasattr(node, SOURCE):
+                setattr(made, SOURCE, getattr(node, SOURCE))
+        for target in self.captured.updates:  # autograd may keep what is read of a buffer that is written below
+            node = inputs[target]
+            self.buffers.append(self.local[node])
+            self.local[node] = self.emitter.call(torch.ops.aten.clone.default, self.local[node])
+        for node in inputs:
+            self.emitter.origin = node
+            self.local[node] = convert(self.emitter, self.local[node], self.whole, self._layout(node), frozenset())
+
+    def _get_attr(self, node: fx.Node) -> fx.Node:
+        made = self.emitter.graph.get_attr(str(node.target))
+        self.emitter.adopt(made)
+        made.meta["val"] = node.meta.get("val")
+        return made
+
+    def _call(self, node: fx.Node) -> Any:
+        found = plan_of(node)
+        assert found is not None
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            return self._item(self.local[node.args[0]], node.args[1])
+        if isinstance(node.target, torch._ops.OpOverload):
+            return self._operator(node, found)
+        if node.target is set_grad_enabled:
+            self.grad_region, self.grad_enabled = self.grad_region + 1, bool(node.args[0])
+        replacements = {n: self._input(n, self.whole, frozenset()) for n in node.all_input_nodes}
+        made = self.emitter.graph.node_copy(node, lambda n: replacements[n])
+        self.emitter.adopt(made)
+        return made
+
+    def _item(self, parent: Any, index: Any) -> Any:
+        return parent[index] if isinstance(parent, tuple) else self.emitter.call(operator.getitem, parent, index)
+
+    def _operator(self, node: fx.Node, found: NodePlan) -> Any:
+        call, axes = OpCall(node), found.sharded_axes
+        inputs = [self._input(n, want, axes) for n, want in zip(call.inputs, found.inputs, strict=True)]
+        rule = find_rule(call.op)
+        emit = rule.emit if rule and (axes or rule.always) else emit_same
+        made = emit(self.emitter, call, found, inputs)
+        self._check(node, found, made)
+        return made
+
+    def _check(self, node: fx.Node, found: NodePlan, made: Any) -> None:
+        """Assert that a rule emitted the local shapes that the plan says: our own bug if not."""
+        locals_ = made if isinstance(made, tuple) else (made,)
+        values = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else (node.meta["val"],)
+        local_values = [m.meta["val"] if isinstance(m, fx.Node) else None for m in locals_]
+        if len(local_values) == 1 and isinstance(local_values[0], (tuple, list)):
+            local_values = list(local_values[0])
+        for value, layout, local in zip(values, found.outputs, local_values, strict=False):
+            if isinstance(value, torch.Tensor) and isinstance(local, torch.Tensor):
+                want = layout.local_shape(value.shape, self.rank.coords)
+                assert tuple(local.shape) == want, (
+                    f"{node.format_node()}: local {tuple(local.shape)}, plan {want} for {layout}"
+                )
+
+    def _input(self, node: fx.Node, want: Layout, axes: frozenset[int]) -> fx.Node:
+        """Return ``node``'s local value in the layout ``want`` for work that is split on ``axes``."""
+        have = self._layout(node)
+        summed = axes if self.needs_grad[node] and self.grad_enabled else frozenset()
+        key = (node, want, summed, self.grad_region)
+        if key not in self.converted:
+            self.converted[key] = convert(self.emitter, self.local[node], have, want, summed)
+        return self.converted[key]
+
+    def _layout(self, node: fx.Node) -> Layout:
+        if not is_tensor(node):
+            return self.whole
+        found = plan_of(node)
+        assert found is not None
+        return found.outputs[0]
+
+    def _output(self, node: fx.Node) -> None:
+        """Emit the buffer updates and the outputs, whole."""
+        results = [self._whole(value) for value in node.args[0]]  # type: ignore[union-attr]
+        count = len(self.buffers)
+        for buffer, value in zip(self.buffers, results[:count], strict=True):
+            update = self.emitter.call(torch.ops.aten.detach.default, value)  # a buffer is not differentiated
+            self.emitter.call(torch.ops.aten.copy_.default, buffer, update)
+        self.emitter.graph.output(tuple(results[count:]))
+
+    def _whole(self, value: Any) -> Any:
+        return self._input(value, self.whole, frozenset()) if isinstance(value, fx.Node) else value

@@ -1,0 +1,517 @@
+"""Every random operator draws what eager mode draws, under every inner backend, and leaves the generator alike."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from fxshard._torch import lookup_backend
+from fxshard.ops.random import keep_draws, random
+from fxshard.passes.capture import KEY, capture
+from fxshard.passes.replace_random import AFTER, RANDOM, draws, has_random, random_nodes_left, replace_random
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+aten = torch.ops.aten
+BACKENDS = ["eager", "aot_eager", "inductor"]
+SEED = 11
+
+
+class Of(nn.Module):
+    """A function with one parameter, so that gradients have somewhere to go."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x * self.scale)
+
+
+@dataclass
+class Compiler:
+    """A Dynamo backend: capture, replace_random, then an inner backend by name."""
+
+    inner: str
+    before: GraphModule | None = None
+    after: GraphModule | None = None
+
+    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        with torch._inductor.config.patch(fallback_random=True):  # draws that nobody uses survive the capture
+            graph = capture(gm, inputs)
+        self.before = copy.deepcopy(graph)
+        updates = graph.meta[KEY].updates
+        graph = replace_random(graph)
+        graph.graph.lint()
+        graph.recompile()
+        self.after = graph
+        compiled = lookup_backend(self.inner)(graph, list(inputs))
+
+        def run(*args: Any) -> Any:
+            outputs = compiled(*args)
+            for target, value in zip(updates, outputs, strict=False):
+                args[target].data.copy_(value)
+            return outputs[len(updates) :]
+
+        return run
+
+    def targets(self) -> list[Any]:
+        assert self.after is not None
+        return [n.target for n in self.after.graph.nodes if n.op == "call_function"]
+
+
+@dataclass
+class Outcome:
+    """What a step left behind."""
+
+    outputs: list[Tensor]
+    input_gradient: Tensor | None
+    gradients: list[Tensor | None]
+    state: Tensor
+
+
+def generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def step(function: Callable[..., Any], model: nn.Module, x: Tensor) -> Outcome:
+    model.zero_grad()
+    x = x.detach().clone().requires_grad_(x.is_floating_point())
+    torch.manual_seed(SEED)
+    result = function(x)
+    outputs = [result] if isinstance(result, Tensor) else list(result)
+    state = generator_state(x.device)
+    weights = torch.Generator().manual_seed(3)
+    terms = [
+        (o * torch.rand(o.shape, generator=weights, dtype=torch.float64).to(o)).sum()
+        for o in outputs
+        if o.requires_grad
+    ]
+    if terms:
+        sum(terms[1:], start=terms[0]).backward()
+    gradients = [p.grad for p in model.parameters()]
+    assert torch.equal(state, generator_state(x.device)), "the backward drew numbers"
+    return Outcome([o.detach() for o in outputs], x.grad, gradients, state)
+
+
+def assert_matches(model: nn.Module, x: Tensor, inner: str, *, exact: bool = True) -> Compiler:
+    torch._dynamo.reset()
+    compiler = Compiler(inner)
+    expected = step(model, model, x)
+    actual = step(torch.compile(model, backend=compiler, fullgraph=True, dynamic=False), model, x)
+    assert torch.equal(actual.state, expected.state), "the generator was left in another state"
+    tolerance = 0.0 if exact else None
+    torch.testing.assert_close(actual.outputs, expected.outputs, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(actual.input_gradient, expected.input_gradient, rtol=tolerance, atol=tolerance)
+    # A parameter's gradient is a sum over the image, whose order a backend may choose.
+    torch.testing.assert_close(actual.gradients, expected.gradients, rtol=1e-5, atol=1e-3)
+    assert compiler.after is not None
+    assert random_nodes_left(compiler.after) == []
+    return compiler
+
+
+def image(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3, 5, 7)) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+
+
+FAMILIES: dict[str, Callable[[Tensor], Any]] = {
+    "dropout": lambda x: F.dropout(x, 0.3),
+    "dropout_inplace": lambda x: F.dropout(x * 2, 0.3, inplace=True),
+    "dropout_p1": lambda x: F.dropout(x, 1.0),
+    "dropout_p0": lambda x: F.dropout(x, 0.0) + 1,
+    "dropout_eval": lambda x: F.dropout(x, 0.3, training=False) + 1,
+    "dropout1d": lambda x: F.dropout1d(x[0], 0.3),
+    "dropout2d": lambda x: F.dropout2d(x, 0.3),
+    "dropout3d": lambda x: F.dropout3d(x[None], 0.3),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.3, True),
+    "native_dropout_p1": lambda x: torch.native_dropout(x, 1.0, True),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, training=True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "rand": lambda x: x + torch.rand(3, 5, 7),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "randn": lambda x: x + torch.randn(3, 1, 1, dtype=torch.float64),
+    "randn_like": lambda x: x * torch.randn_like(x),
+    "randint": lambda x: x + torch.randint(9, (5, 7)),
+    "randint_low": lambda x: (x, torch.randint(2**60, 2**60 + 4, (5, 7))),
+    "randint_like": lambda x: x * torch.randint_like(x, 9) + torch.randint_like(x, 3, 9),
+    "randperm": lambda x: x[:, :, torch.randperm(5)],
+    "bernoulli_of": lambda x: x + torch.bernoulli(x.sigmoid()),
+    "bernoulli_only": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli_p": lambda x: x * torch.bernoulli(x.detach(), 0.3),
+    "bernoulli_inplace": lambda x: x * x.new_empty((2, 1, 1, 1)).bernoulli_(0.6),
+    "bernoulli_tensor": lambda x: x * torch.empty_like(x).bernoulli_(x.detach().sigmoid()),
+    "uniform": lambda x: x * torch.empty_like(x).uniform_(-1, 2),
+    "normal_inplace": lambda x: x * torch.empty_like(x).normal_(1, 2),
+    "normal_sizes": lambda x: x + torch.normal(1.0, 2.0, (3, 1, 1)),
+    "normal_means": lambda x: x + torch.normal(x, 2.0),
+    "normal_stds": lambda x: x + torch.normal(2.0, x.abs()),
+    "normal_both": lambda x: torch.normal(x, x.abs()),
+    "exponential": lambda x: x * torch.empty_like(x).exponential_(2.0),
+    "log_normal": lambda x: x * torch.empty_like(x).log_normal_(),
+    "geometric": lambda x: x * torch.empty_like(x).geometric_(0.4),
+    "cauchy": lambda x: x * torch.empty_like(x).cauchy_(),
+    "random": lambda x: x * aten.random.to(x, 4) + aten.random.default(x),
+    "poisson": lambda x: x * torch.poisson(x.abs()),
+    "binomial": lambda x: x * torch.binomial(torch.full_like(x, 8.0), x.detach().sigmoid()),
+    "multinomial": lambda x: (x, torch.multinomial(x.abs().flatten(1), 4)),
+    "multinomial_replaced": lambda x: (x, torch.multinomial(x.abs().flatten(1), 40, replacement=True)),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x, hard=True),
+}
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family_draws_what_eager_draws(family: str, inner: str) -> None:
+    assert_matches(Of(FAMILIES[family]), image(), inner)
+
+
+def all_families(x: Tensor) -> list[Tensor]:
+    found: list[Tensor] = []
+    for function in FAMILIES.values():
+        result = function(x)
+        found.extend([result] if isinstance(result, Tensor) else result)
+    return found
+
+
+@pytest.mark.slow
+def test_families_under_inductor() -> None:
+    assert_matches(Of(all_families), image(), "inductor", exact=False)
+
+
+@pytest.mark.parametrize("inner", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_dropout_is_bitwise(dtype: torch.dtype, inner: str) -> None:
+    assert_matches(nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.7)), image(dtype), inner)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_dropout_keeps_bfloat16(inner: str) -> None:
+    compiler = assert_matches(nn.Dropout(0.3), image(torch.bfloat16), inner)
+    assert compiler.targets().count(RANDOM) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.dropout(x, 0.3),
+        lambda x: F.alpha_dropout(x, 0.3, training=True),
+        lambda x: x * torch.empty_like(x).bernoulli_(0.3),
+        lambda x: x * torch.bernoulli(x.detach(), 0.3),
+        lambda x: x * torch.rand_like(x),
+        lambda x: x * torch.empty_like(x).normal_(),
+    ],
+    ids=["dropout", "alpha_dropout", "bernoulli_inplace", "bernoulli_p", "rand_like", "normal_inplace"],
+)
+@pytest.mark.parametrize("layout", ["channels_last", "transposed", "sliced", "expanded"])
+def test_strides_decide_where_a_number_lands(function: Callable[[Tensor], Any], layout: str) -> None:
+    class Restrided(Of):
+        def forward(self, x: Tensor) -> Any:
+            x = x * self.scale
+            if layout == "channels_last":
+                return function(x.contiguous(memory_format=torch.channels_last))
+            if layout == "transposed":
+                return function(x.permute(3, 1, 0, 2))
+            if layout == "sliced":
+                return function(x[:, 1:, :, ::2])
+            return function(x[:, :1].expand(-1, 4, -1, -1))
+
+    assert_matches(Restrided(function), image(shape=(2, 3, 6, 8)), "aot_eager")
+
+
+@pytest.mark.parametrize("inner", BACKENDS)
+def test_in_place_draw_into_a_view(inner: str) -> None:
+    def fill_view(x: Tensor) -> Tensor:
+        y = x.clone()
+        y[:, :, 1:4, ::2].uniform_()
+        return y * x
+
+    assert_matches(Of(fill_view), image(), inner)
+
+
+@pytest.mark.parametrize("inner", BACKENDS)
+def test_branches_draw_in_program_order(inner: str) -> None:
+    def branches(x: Tensor) -> Tensor:
+        small = torch.rand(3) + 1  # drawn first, used last
+        large = F.dropout(x.repeat(1, 1, 8, 8), 0.5)
+        tiny = torch.randn(())
+        other = torch.rand_like(x) * x
+        return other.sum() * tiny + large.mean() + (small * x.mean((0, 2, 3))).sum()
+
+    assert_matches(Of(branches), image(), inner, exact=False)
+
+
+@pytest.mark.parametrize("inner", BACKENDS)
+def test_identical_draws_are_not_merged(inner: str) -> None:
+    def twice(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return F.dropout(x, 0.5), F.dropout(x, 0.5), torch.rand(4), torch.rand(4)
+
+    compiler = assert_matches(Of(twice), image(), inner)
+    assert compiler.targets().count(RANDOM) == 4
+
+
+@pytest.mark.parametrize("inner", BACKENDS)
+@pytest.mark.parametrize("position", ["first", "last", "only"])
+def test_unused_draw_advances_the_generator(position: str, inner: str) -> None:
+    def unused(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x
+        if position != "first":
+            y = y * 2 if position == "only" else F.dropout(y, 0.5)
+        F.dropout(x, 0.25)
+        torch.rand(5)
+        return y * torch.rand_like(y) if position == "first" else y, y.mean()
+
+    compiler = assert_matches(Of(unused), image(), inner, exact=False)
+    kept = compiler.targets().count(torch.ops.fxshard.keep_draws.default)
+    assert kept == (0 if position == "first" else 1)
+
+
+@pytest.mark.parametrize("inner", BACKENDS)
+def test_draw_without_gradients(inner: str) -> None:
+    def under_no_grad(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            noise = F.dropout(x, 0.5) + torch.rand_like(x)
+        return noise * x + torch.rand(1)
+
+    assert_matches(Of(under_no_grad), image(), inner, exact=False)
+
+
+@pytest.mark.parametrize("inner", BACKENDS)
+def test_inference_advances_the_generator(inner: str) -> None:
+    torch._dynamo.reset()
+    model = Of(lambda x: F.dropout(x, 0.5))
+    compiled = torch.compile(model, backend=Compiler(inner), fullgraph=True)
+    with torch.no_grad():
+        torch.manual_seed(SEED)
+        expected = [model(image()) for _ in range(3)]
+        state = torch.get_rng_state()
+        torch.manual_seed(SEED)
+        assert all(torch.equal(compiled(image()), e) for e in expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# The others draw on the CPU.
+CUDA_FAMILIES = [
+    name for name in FAMILIES if name not in {"rand", "randn", "randint", "randint_low", "randperm", "normal_sizes"}
+]
+
+
+@needs_cuda
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("family", CUDA_FAMILIES)
+def test_family_draws_what_eager_draws_on_cuda(family: str, inner: str) -> None:
+    assert_matches(Of(FAMILIES[family]).cuda(), image().cuda(), inner)
+
+
+@needs_cuda
+@pytest.mark.parametrize("inner", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 4, 16, 64), (3, 8, 129, 64)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "offset"])
+def test_fused_dropout_on_cuda(layout: str, shape: tuple[int, ...], dtype: torch.dtype, inner: str) -> None:
+    def drop(x: Tensor) -> Tensor:
+        if layout == "channels_last":
+            x = x.contiguous(memory_format=torch.channels_last)
+        if layout == "sliced":
+            x = x[:, :, ::2]
+        if layout == "offset":
+            x = x.flatten()[1:]
+        return F.dropout(F.dropout(x, 0.3), 0.7)
+
+    exact = inner != "inductor" or dtype != torch.bfloat16  # inductor computes bfloat16 in float32
+    assert_matches(Of(drop).cuda(), image(dtype, shape).cuda(), inner, exact=exact)
+
+
+class Residual(nn.Module):
+    """A block with timm's stochastic depth, batch norm and dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        timm_layers = pytest.importorskip("timm.layers")
+        self.body = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.Dropout2d(0.2))
+        self.drop_path = timm_layers.DropPath(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.drop_path(self.body(x))
+        return out
+
+
+@pytest.mark.parametrize("inner", BACKENDS)
+def test_timm_drop_path(inner: str) -> None:
+    model = nn.Sequential(Residual(3), nn.Dropout(0.1), Residual(3)).double()
+    assert_matches(model, image(torch.float64, (5, 3, 6, 8)), inner, exact=False)
+
+
+def test_backward_uses_the_mask_of_the_forward() -> None:
+    torch._dynamo.reset()
+    model = torch.compile(nn.Dropout(0.5), backend=Compiler("inductor"), fullgraph=True)
+    x = torch.ones(64, requires_grad=True)
+    y = model(x)
+    y.sum().backward()
+    assert 0 < (y != 0).sum() < 64
+    assert x.grad is not None
+    assert torch.equal(y, x.grad)
+
+
+def test_zero_gradient_of_given_tensors_as_in_eager() -> None:
+    outcome = step(model := Of(lambda x: torch.bernoulli(x.sigmoid())), model, image())
+    assert outcome.input_gradient is not None
+    assert not outcome.input_gradient.any()
+
+
+def captured(model: nn.Module, x: Tensor) -> Compiler:
+    torch._dynamo.reset()
+    compiler = Compiler("eager")
+    torch.compile(model, backend=compiler, fullgraph=True)(x)
+    return compiler
+
+
+def test_draws_are_chained_by_their_tokens() -> None:
+    compiler = captured(Of(lambda x: F.dropout(x, 0.5) + torch.rand(()) + torch.rand_like(x)), image())
+    assert compiler.after is not None
+    drawn = [n for n in compiler.after.graph.nodes if n.target is RANDOM]
+    assert [n.args[1] for n in drawn] == ["dropout_mask", "uniform", "uniform"]
+    assert drawn[0].args[AFTER] is None
+    for before, node in itertools.pairwise(drawn):
+        token = node.args[AFTER]
+        assert isinstance(token, torch.fx.Node)
+        assert token.args == (before, 1)
+
+
+def test_second_run_changes_nothing() -> None:
+    def unused_last(x: Tensor) -> Tensor:
+        y = F.dropout(x, 0.5) * torch.rand(())
+        torch.rand(3)
+        return y
+
+    graph = captured(Of(unused_last), image()).after
+    assert graph is not None
+    before = str(graph.graph)
+    assert str(replace_random(graph).graph) == before
+
+
+def test_graph_without_draws_is_left_alone() -> None:
+    graph = captured(Of(lambda x: x.relu()), image()).before
+    assert graph is not None
+    before = str(graph.graph)
+    assert not has_random(graph)
+    assert str(replace_random(graph).graph) == before
+
+
+def test_new_nodes_keep_the_source_location() -> None:
+    compiler = captured(nn.Sequential(nn.Dropout(0.3), nn.ReLU()), image(torch.float64))
+    assert compiler.before is not None
+    assert compiler.after is not None
+    old = next(n for n in compiler.before.graph.nodes if draws(n))
+    added = [n for n in compiler.after.graph.nodes if n.op == "call_function" and n.target is not aten.relu.default]
+    assert len(added) == 5
+    for node in added:
+        assert node.meta["stack_trace"] == old.meta["stack_trace"]
+        assert node.meta["nn_module_stack"] == old.meta["nn_module_stack"]
+        assert node.meta["val"] is not old.meta["val"]
+    assert added[-1].meta["val"].dtype == torch.float64
+    assert added[-1].meta["val"].stride() == old.meta["val"].stride()
+
+
+def test_unknown_random_operators_are_reported() -> None:
+    def attention(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    graph = captured(Of(attention), image()).after
+    assert graph is not None
+    assert [n.target for n in random_nodes_left(graph)] == [aten.scaled_dot_product_attention.default]
+    assert has_random(graph)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.scaled_dot_product_attention(x, x, x),
+        lambda x: F.dropout(x, 0.5, training=False),
+        lambda x: F.dropout(x, 0.0),
+        lambda x: F.rrelu(x, training=False),
+    ],
+    ids=["attention", "dropout_eval", "dropout_p0", "rrelu_eval"],
+)
+def test_nothing_is_drawn_in_evaluation_mode(function: Callable[[Tensor], Any]) -> None:
+    graph = captured(Of(function), image()).before
+    assert graph is not None
+    assert not has_random(graph)
+
+
+def test_bernoulli_with_p_zero_draws() -> None:
+    graph = captured(Of(lambda x: x * torch.empty_like(x).bernoulli_(0.0)), image()).before
+    assert graph is not None
+    assert has_random(graph)
+
+
+def test_draws_of_nested_graphs_are_found() -> None:
+    inner = torch.fx.Graph()
+    inner.output(inner.call_function(aten.rand.default, ([2],)))
+    outer = torch.fx.Graph()
+    outer.output(outer.get_attr("body"))
+    nested = torch.fx.GraphModule({"body": torch.fx.GraphModule({}, inner)}, outer)
+    assert has_random(nested)
+    assert [n.target for n in random_nodes_left(nested)] == [aten.rand.default]
+
+
+def test_draw_in_a_generator_of_its_own_is_left() -> None:
+    graph = torch.fx.Graph()
+    generator = graph.placeholder("generator")
+    graph.output(graph.call_function(aten.rand.generator, ([5],), {"generator": generator}))
+    left = random_nodes_left(replace_random(GraphModule({}, graph)))
+    assert [n.target for n in left] == [aten.rand.generator]
+
+
+CPU = torch.device("cpu")
+OPERATOR_CASES = {
+    "fill": ([], "uniform", [0.0, 1.0], [2, 3], [3, 1], torch.float32, CPU, None),
+    "mask": ([], "dropout_mask", [0.5, 1], [2, 3], [1, 2], torch.float64, CPU, None),
+    "not_dense": ([], "normal", [0.0, 1.0], [2, 3], [8, 2], torch.float32, CPU, None),
+    "given": (
+        [torch.full((2, 3), 0.5, requires_grad=True)],
+        "bernoulli_of",
+        [],
+        [2, 3],
+        [3, 1],
+        torch.float32,
+        CPU,
+        None,
+    ),
+    "permutation": ([], "randperm", [6], [6], [1], torch.int64, CPU, None),
+}
+CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+@pytest.mark.parametrize("case", OPERATOR_CASES)
+def test_random_operator_is_registered_right(case: str) -> None:
+    torch.library.opcheck(random, OPERATOR_CASES[case], test_utils=CHECKS)
+
+
+def test_keep_draws_is_registered_right() -> None:
+    torch.library.opcheck(
+        keep_draws, (torch.ones(2, 3, requires_grad=True), torch.empty(0, dtype=torch.int8)), test_utils=CHECKS
+    )
+
+
+def test_unaligned_blank_is_drawn_like_the_aligned_one_on_cpu() -> None:
+    torch.manual_seed(SEED)
+    mask, _ = random([], "native_dropout_mask", [0.5, 3], [2, 9], [9, 1], torch.float32, CPU, None)
+    torch.manual_seed(SEED)
+    assert torch.equal(mask, torch.native_dropout(torch.ones(2, 9), 0.5, True)[1])
+
+
+def test_unknown_draw_raises() -> None:
+    with pytest.raises(KeyError, match="roulette"):
+        random([], "roulette", [], [1], [1], torch.float32, CPU, None)
