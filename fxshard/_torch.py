@@ -5,7 +5,7 @@ Everything here was run on torch 2.11 and 2.14; nothing else in the package impo
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,6 +39,7 @@ __all__ = [
     "_get_default_timeout",
     "aot_export_module",  # the only capture that is functional, pre-dispatch and keeps no_grad regions
     "cache_key_tagged",
+    "dead_draws_kept",
     "detect_fake_mode",  # Dynamo's mode has to be reused, two modes do not mix
     "is_module_state",
     "lookup_backend",  # any Dynamo backend by name; torch.compile would capture a second time
@@ -95,3 +96,14 @@ def cache_key_tagged(tag: str) -> Iterator[None]:
         cache_key_tag=f"{config.cache_key_tag}{tag}"
     ):
         yield
+
+
+def dead_draws_kept() -> AbstractContextManager[None]:
+    """Return a context in which random operators are eager mode's.
+
+    Capture keeps those whose result nobody uses (FX removes them otherwise while a tracing context is active), and
+    Inductor calls ATen's kernels in place of its own generator.
+    """
+    from torch._inductor import config  # noqa: PLC0415  the import takes a second
+
+    return config.patch(fallback_random=True)

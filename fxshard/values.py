@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fxshard.layout import Replicate
+
 if TYPE_CHECKING:
     from torch.fx import Node
 
@@ -36,7 +38,7 @@ class NodePlan:
     def sharded_axes(self) -> frozenset[int]:
         """The mesh axes along which ranks do different work here."""
         layouts = (*self.inputs, *self.outputs)
-        return frozenset(a for layout in layouts for a, p in enumerate(layout) if type(p).__name__ != "Replicate")
+        return frozenset(a for layout in layouts for a, p in enumerate(layout) if not isinstance(p, Replicate))
 
 
 def plan_of(node: Node) -> NodePlan | None:

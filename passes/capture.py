@@ -26,6 +26,7 @@ from fxshard._torch import (
     FakeTensor,
     FakeTensorMode,
     aot_export_module,
+    dead_draws_kept,
     detect_fake_mode,
     is_module_state,
     preserve_node_meta,
@@ -97,7 +98,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_fake(value, mode) for value in example_inputs]
     try:
-        with preserve_node_meta(), mode:
+        with preserve_node_meta(), mode, dead_draws_kept():
             captured, signature = aot_export_module(_Inlined(gm), fakes, trace_joint=False, pre_dispatch=True)
     except Exception as error:
         msg = f"the model cannot be captured as a functional graph: {error}"

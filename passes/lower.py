@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard._torch import cache_key_tagged, lookup_backend, register_inductor_decomposition
+from fxshard._torch import cache_key_tagged, dead_draws_kept, lookup_backend, register_inductor_decomposition
 from fxshard.errors import PlanError
 from fxshard.ops.lowering import LOWERINGS, lowering_hash
 
@@ -65,7 +65,7 @@ def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Confi
     if config.inner_backend == "inductor":
         _register_decompositions()
     ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-    with without_autocast(), cache_key_tagged(f"fxshard-{lowering_hash()}"):
+    with without_autocast(), cache_key_tagged(f"fxshard-{lowering_hash()}"), dead_draws_kept():
         compiled = backend(local, list(example_inputs))
     if not ambient:
         return compiled

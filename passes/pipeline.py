@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fxshard.errors import FxShardError
+from fxshard.passes.apply_autocast import apply_autocast
 from fxshard.passes.capture import capture
+from fxshard.passes.lower import without_autocast
 from fxshard.passes.plan import plan
 from fxshard.passes.replace_random import replace_random
 from fxshard.passes.rewrite import rewrite
@@ -38,7 +40,9 @@ def run_pass(function: Callable[..., fx.GraphModule], gm: fx.GraphModule, **opti
 
 def planned(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> fx.GraphModule:
     """Return the captured graph with a layout on every node."""
-    captured = capture(gm, example_inputs)
+    explicit = run_pass(apply_autocast, gm, example_inputs=example_inputs)
+    with without_autocast():
+        captured = capture(explicit, example_inputs)
     captured = run_pass(replace_random, captured)
     return run_pass(plan, captured, config=config)
 

@@ -25,6 +25,7 @@ from fxshard.ops import (
     all_reduce,
     halo_accumulate,
     halo_exchange,
+    random,
     redistribute,
     slice,  # noqa: A004  the operator's name
     sum_gradient,
@@ -41,6 +42,7 @@ __all__ = [
     "halo_exchange",
     "lowering_hash",
     "node_traffic",
+    "random",
     "redistribute",
     "slice",
     "sum_gradient",

@@ -2,127 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
-from fxshard._torch import lookup_backend
-from fxshard.ops.random import keep_draws, random
-from fxshard.passes.capture import KEY, capture
-from fxshard.passes.replace_random import AFTER, RANDOM, draws, has_random, random_nodes_left, replace_random
+from fxshard.passes.replace_random import RANDOM
+from tests.graph.random_match import SEED, Compiler, Of, assert_matches, image, step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 aten = torch.ops.aten
 BACKENDS = ["eager", "aot_eager", "inductor"]
-SEED = 11
-
-
-class Of(nn.Module):
-    """A function with one parameter, so that gradients have somewhere to go."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.scale = nn.Parameter(torch.tensor(1.25))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x * self.scale)
-
-
-@dataclass
-class Compiler:
-    """A Dynamo backend: capture, replace_random, then an inner backend by name."""
-
-    inner: str
-    before: GraphModule | None = None
-    after: GraphModule | None = None
-
-    def __call__(self, gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        with torch._inductor.config.patch(fallback_random=True):  # draws that nobody uses survive the capture
-            graph = capture(gm, inputs)
-        self.before = copy.deepcopy(graph)
-        updates = graph.meta[KEY].updates
-        graph = replace_random(graph)
-        graph.graph.lint()
-        graph.recompile()
-        self.after = graph
-        compiled = lookup_backend(self.inner)(graph, list(inputs))
-
-        def run(*args: Any) -> Any:
-            outputs = compiled(*args)
-            for target, value in zip(updates, outputs, strict=False):
-                args[target].data.copy_(value)
-            return outputs[len(updates) :]
-
-        return run
-
-    def targets(self) -> list[Any]:
-        assert self.after is not None
-        return [n.target for n in self.after.graph.nodes if n.op == "call_function"]
-
-
-@dataclass
-class Outcome:
-    """What a step left behind."""
-
-    outputs: list[Tensor]
-    input_gradient: Tensor | None
-    gradients: list[Tensor | None]
-    state: Tensor
-
-
-def generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def step(function: Callable[..., Any], model: nn.Module, x: Tensor) -> Outcome:
-    model.zero_grad()
-    x = x.detach().clone().requires_grad_(x.is_floating_point())
-    torch.manual_seed(SEED)
-    result = function(x)
-    outputs = [result] if isinstance(result, Tensor) else list(result)
-    state = generator_state(x.device)
-    weights = torch.Generator().manual_seed(3)
-    terms = [
-        (o * torch.rand(o.shape, generator=weights, dtype=torch.float64).to(o)).sum()
-        for o in outputs
-        if o.requires_grad
-    ]
-    if terms:
-        sum(terms[1:], start=terms[0]).backward()
-    gradients = [p.grad for p in model.parameters()]
-    assert torch.equal(state, generator_state(x.device)), "the backward drew numbers"
-    return Outcome([o.detach() for o in outputs], x.grad, gradients, state)
-
-
-def assert_matches(model: nn.Module, x: Tensor, inner: str, *, exact: bool = True) -> Compiler:
-    torch._dynamo.reset()
-    compiler = Compiler(inner)
-    expected = step(model, model, x)
-    actual = step(torch.compile(model, backend=compiler, fullgraph=True, dynamic=False), model, x)
-    assert torch.equal(actual.state, expected.state), "the generator was left in another state"
-    tolerance = 0.0 if exact else None
-    torch.testing.assert_close(actual.outputs, expected.outputs, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(actual.input_gradient, expected.input_gradient, rtol=tolerance, atol=tolerance)
-    # A parameter's gradient is a sum over the image, whose order a backend may choose.
-    torch.testing.assert_close(actual.gradients, expected.gradients, rtol=1e-5, atol=1e-3)
-    assert compiler.after is not None
-    assert random_nodes_left(compiler.after) == []
-    return compiler
-
-
-def image(dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3, 5, 7)) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
-
 
 FAMILIES: dict[str, Callable[[Tensor], Any]] = {
     "dropout": lambda x: F.dropout(x, 0.3),
@@ -320,17 +214,18 @@ def test_family_draws_what_eager_draws_on_cuda(family: str, inner: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (2, 4, 16, 64), (3, 8, 129, 64)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "sliced", "offset"])
 def test_fused_dropout_on_cuda(layout: str, shape: tuple[int, ...], dtype: torch.dtype, inner: str) -> None:
-    def drop(x: Tensor) -> Tensor:
-        if layout == "channels_last":
-            x = x.contiguous(memory_format=torch.channels_last)
-        if layout == "sliced":
-            x = x[:, :, ::2]
-        if layout == "offset":
-            x = x.flatten()[1:]
-        return F.dropout(F.dropout(x, 0.3), 0.7)
+    class Twice(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if layout == "channels_last":
+                x = x.contiguous(memory_format=torch.channels_last)
+            if layout == "sliced":
+                x = x[:, :, ::2]
+            if layout == "offset":
+                x = x.flatten()[1:]
+            return F.dropout(F.dropout(x, 0.3), 0.7)
 
     exact = inner != "inductor" or dtype != torch.bfloat16  # inductor computes bfloat16 in float32
-    assert_matches(Of(drop).cuda(), image(dtype, shape).cuda(), inner, exact=exact)
+    assert_matches(Twice(), image(dtype, shape).cuda(), inner, exact=exact)
 
 
 class Residual(nn.Module):
@@ -368,150 +263,3 @@ def test_zero_gradient_of_given_tensors_as_in_eager() -> None:
     outcome = step(model := Of(lambda x: torch.bernoulli(x.sigmoid())), model, image())
     assert outcome.input_gradient is not None
     assert not outcome.input_gradient.any()
-
-
-def captured(model: nn.Module, x: Tensor) -> Compiler:
-    torch._dynamo.reset()
-    compiler = Compiler("eager")
-    torch.compile(model, backend=compiler, fullgraph=True)(x)
-    return compiler
-
-
-def test_draws_are_chained_by_their_tokens() -> None:
-    compiler = captured(Of(lambda x: F.dropout(x, 0.5) + torch.rand(()) + torch.rand_like(x)), image())
-    assert compiler.after is not None
-    drawn = [n for n in compiler.after.graph.nodes if n.target is RANDOM]
-    assert [n.args[1] for n in drawn] == ["dropout_mask", "uniform", "uniform"]
-    assert drawn[0].args[AFTER] is None
-    for before, node in itertools.pairwise(drawn):
-        token = node.args[AFTER]
-        assert isinstance(token, torch.fx.Node)
-        assert token.args == (before, 1)
-
-
-def test_second_run_changes_nothing() -> None:
-    def unused_last(x: Tensor) -> Tensor:
-        y = F.dropout(x, 0.5) * torch.rand(())
-        torch.rand(3)
-        return y
-
-    graph = captured(Of(unused_last), image()).after
-    assert graph is not None
-    before = str(graph.graph)
-    assert str(replace_random(graph).graph) == before
-
-
-def test_graph_without_draws_is_left_alone() -> None:
-    graph = captured(Of(lambda x: x.relu()), image()).before
-    assert graph is not None
-    before = str(graph.graph)
-    assert not has_random(graph)
-    assert str(replace_random(graph).graph) == before
-
-
-def test_new_nodes_keep_the_source_location() -> None:
-    compiler = captured(nn.Sequential(nn.Dropout(0.3), nn.ReLU()), image(torch.float64))
-    assert compiler.before is not None
-    assert compiler.after is not None
-    old = next(n for n in compiler.before.graph.nodes if draws(n))
-    added = [n for n in compiler.after.graph.nodes if n.op == "call_function" and n.target is not aten.relu.default]
-    assert len(added) == 5
-    for node in added:
-        assert node.meta["stack_trace"] == old.meta["stack_trace"]
-        assert node.meta["nn_module_stack"] == old.meta["nn_module_stack"]
-        assert node.meta["val"] is not old.meta["val"]
-    assert added[-1].meta["val"].dtype == torch.float64
-    assert added[-1].meta["val"].stride() == old.meta["val"].stride()
-
-
-def test_unknown_random_operators_are_reported() -> None:
-    def attention(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
-
-    graph = captured(Of(attention), image()).after
-    assert graph is not None
-    assert [n.target for n in random_nodes_left(graph)] == [aten.scaled_dot_product_attention.default]
-    assert has_random(graph)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: F.scaled_dot_product_attention(x, x, x),
-        lambda x: F.dropout(x, 0.5, training=False),
-        lambda x: F.dropout(x, 0.0),
-        lambda x: F.rrelu(x, training=False),
-    ],
-    ids=["attention", "dropout_eval", "dropout_p0", "rrelu_eval"],
-)
-def test_nothing_is_drawn_in_evaluation_mode(function: Callable[[Tensor], Any]) -> None:
-    graph = captured(Of(function), image()).before
-    assert graph is not None
-    assert not has_random(graph)
-
-
-def test_bernoulli_with_p_zero_draws() -> None:
-    graph = captured(Of(lambda x: x * torch.empty_like(x).bernoulli_(0.0)), image()).before
-    assert graph is not None
-    assert has_random(graph)
-
-
-def test_draws_of_nested_graphs_are_found() -> None:
-    inner = torch.fx.Graph()
-    inner.output(inner.call_function(aten.rand.default, ([2],)))
-    outer = torch.fx.Graph()
-    outer.output(outer.get_attr("body"))
-    nested = torch.fx.GraphModule({"body": torch.fx.GraphModule({}, inner)}, outer)
-    assert has_random(nested)
-    assert [n.target for n in random_nodes_left(nested)] == [aten.rand.default]
-
-
-def test_draw_in_a_generator_of_its_own_is_left() -> None:
-    graph = torch.fx.Graph()
-    generator = graph.placeholder("generator")
-    graph.output(graph.call_function(aten.rand.generator, ([5],), {"generator": generator}))
-    left = random_nodes_left(replace_random(GraphModule({}, graph)))
-    assert [n.target for n in left] == [aten.rand.generator]
-
-
-CPU = torch.device("cpu")
-OPERATOR_CASES = {
-    "fill": ([], "uniform", [0.0, 1.0], [2, 3], [3, 1], torch.float32, CPU, None),
-    "mask": ([], "dropout_mask", [0.5, 1], [2, 3], [1, 2], torch.float64, CPU, None),
-    "not_dense": ([], "normal", [0.0, 1.0], [2, 3], [8, 2], torch.float32, CPU, None),
-    "given": (
-        [torch.full((2, 3), 0.5, requires_grad=True)],
-        "bernoulli_of",
-        [],
-        [2, 3],
-        [3, 1],
-        torch.float32,
-        CPU,
-        None,
-    ),
-    "permutation": ([], "randperm", [6], [6], [1], torch.int64, CPU, None),
-}
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
-
-
-@pytest.mark.parametrize("case", OPERATOR_CASES)
-def test_random_operator_is_registered_right(case: str) -> None:
-    torch.library.opcheck(random, OPERATOR_CASES[case], test_utils=CHECKS)
-
-
-def test_keep_draws_is_registered_right() -> None:
-    torch.library.opcheck(
-        keep_draws, (torch.ones(2, 3, requires_grad=True), torch.empty(0, dtype=torch.int8)), test_utils=CHECKS
-    )
-
-
-def test_unaligned_blank_is_drawn_like_the_aligned_one_on_cpu() -> None:
-    torch.manual_seed(SEED)
-    mask, _ = random([], "native_dropout_mask", [0.5, 3], [2, 9], [9, 1], torch.float32, CPU, None)
-    torch.manual_seed(SEED)
-    assert torch.equal(mask, torch.native_dropout(torch.ones(2, 9), 0.5, True)[1])
-
-
-def test_unknown_draw_raises() -> None:
-    with pytest.raises(KeyError, match="roulette"):
-        random([], "roulette", [], [1], [1], torch.float32, CPU, None)

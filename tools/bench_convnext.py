@@ -1,0 +1,167 @@
+"""Times and measures one training step of ConvNeXt-XL, on one GPU and split over several.
+
+    torchrun --nproc-per-node 2 tools/bench_convnext.py --json benchmarks/convnext_xl_h200x2.json
+
+For each configuration: median milliseconds of forward + backward, peak GiB of a rank, and the largest relative
+difference of the loss and of the parameter gradients from one GPU with the same weights, input and seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import fxshard
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="convnext_xlarge", help="timm name")
+    parser.add_argument("--batch", type=int, default=7)
+    parser.add_argument("--height", type=int, default=512)
+    parser.add_argument("--width", type=int, default=2048, help="of the whole image")
+    parser.add_argument("--drop-path", type=float, default=0.4)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--backends", nargs="+", default=["aot_eager", "inductor"])
+    parser.add_argument("--no-reference", action="store_true", help="skip the one-GPU runs")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def build(args: argparse.Namespace) -> torch.nn.Module:
+    """Return the model with the same weights on every rank."""
+    torch.manual_seed(0)
+    return timm.create_model(args.model, drop_path_rate=args.drop_path).cuda().train()
+
+
+def step(model: torch.nn.Module, image: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Run forward and backward; return the loss."""
+    context = torch.autocast("cuda", torch.bfloat16) if dtype == "bf16" else nullcontext()
+    with context:
+        loss = model(image).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def measure(model: torch.nn.Module, image: torch.Tensor, dtype: str, steps: int) -> dict[str, Any]:
+    """Return the first step's loss and gradients, then the median time and the peak memory."""
+    started = time.perf_counter()
+    torch.manual_seed(1)
+    loss = step(model, image, dtype)
+    gradients = {n: p.grad.detach().cpu() for n, p in model.named_parameters() if p.grad is not None}
+    compile_s = time.perf_counter() - started
+    for _ in range(3):
+        step(model, image, dtype)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(model, image, dtype)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return {
+        "ms": round(statistics.median(times), 2),
+        "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first_step_s": round(compile_s, 1),
+        "loss": float(loss),
+        "gradients": gradients,
+    }
+
+
+def difference(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    """Return the relative differences of loss and gradients; all gradients as one vector, and the worst one."""
+    total = error = 0.0
+    worst = 0.0
+    largest = max(float(g.abs().max()) for g in reference["gradients"].values())
+    for name, gradient in reference["gradients"].items():
+        away = (other["gradients"][name].double() - gradient.double()).flatten()
+        error += float(away.square().sum())
+        total += float(gradient.double().square().sum())
+        worst = max(worst, float(away.abs().max()) / max(float(gradient.abs().max()), 1e-4 * largest))
+    return {
+        "loss": abs(other["loss"] - reference["loss"]) / abs(reference["loss"]),
+        "gradients_l2": (error / total) ** 0.5,
+        "worst_gradient_max": worst,
+    }
+
+
+def free() -> None:
+    """Drop compiled code and cached memory of the run before."""
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Run every configuration and write the JSON file on rank 0."""
+    args = parse()
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.cuda.set_device(rank)
+    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("w",))
+    image = torch.randn(args.batch, 3, args.height, args.width, generator=torch.Generator().manual_seed(2)).cuda()
+    results: list[dict[str, Any]] = []
+
+    def record(name: str, dtype: str, width: int, found: dict[str, Any], **more: Any) -> None:
+        shown = {k: v for k, v in found.items() if k != "gradients"}
+        row = {"configuration": name, "dtype": dtype, "width": width, **shown, **more}
+        results.append(row)
+        if rank == 0:
+            print(json.dumps(row), flush=True)
+
+    for dtype in args.dtypes:
+        for backend in args.backends:
+            reference = None
+            if not args.no_reference:
+                model = torch.compile(build(args), backend=backend, dynamic=False)
+                reference = measure(model, image, dtype, args.steps)
+                reference["gradients"] = {n.removeprefix("_orig_mod."): g for n, g in reference["gradients"].items()}
+                record(f"1 GPU {backend}", dtype, args.width, reference)
+                del model
+                free()
+            model = fxshard.transform(build(args), mesh=mesh, placements=[Shard(3)], inner_backend=backend)
+            dist.barrier()
+            found = measure(model, image, dtype, args.steps)
+            more = {"difference": difference(reference, found)} if reference else {}
+            record(f"{world} GPUs fxshard {backend}", dtype, args.width, found, **more)
+            del model
+            free()
+    if rank == 0 and args.json:
+        about = {
+            "command": f"torchrun --nproc-per-node {world} " + " ".join(sys.argv),
+            "device": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "timm": timm.__version__,
+            "fxshard": fxshard.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "input": [args.batch, 3, args.height, args.width],
+            "model": args.model,
+            "drop_path": args.drop_path,
+        }
+        args.json.parent.mkdir(exist_ok=True)
+        args.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
