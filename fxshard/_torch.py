@@ -13,6 +13,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
 from torch._functorch.aot_autograd import aot_export_module
 from torch._guards import TracingContext, detect_fake_mode
+from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # the handshake needs the store that rendezvous used, not a collective that could hang
@@ -47,6 +48,7 @@ __all__ = [
     "preserve_node_meta",
     "register_inductor_decomposition",
     "set_grad_enabled",
+    "tag_activation_checkpoint",  # what Dynamo makes of torch.utils.checkpoint
     "unfunctionalized",
 ]
 

@@ -144,7 +144,10 @@ def compare_models(case: Case, transform: Callable[[nn.Module], nn.Module]) -> D
         transform: Takes the untouched model, returns what is to behave like it.
     """
     torch.compiler.reset()  # what was compiled for the last case counts against the recompile limit
-    reference = run_steps(*build_model(case), case)
+    model, inputs = build_model(case)
+    if case.reference_backend is not None:
+        model.compile(backend=case.reference_backend, fullgraph=True, dynamic=False)
+    reference = run_steps(model, inputs, case)
     model, inputs = build_model(case)
     return difference(reference, run_steps(transform(model), inputs, case))
 

@@ -3,7 +3,7 @@ r"""Conversions between layouts: the nodes that bring a value from where it is t
 One axis after the other, which fills the corners of two-dimensional halos::
 
     from \\ to    Replicate         Shard                       Shard with a held window
-    Replicate    (sum_gradient)    slice                       slice, halo_exchange
+    Replicate    (sum_gradient)    slice                       slice, halo_exchange (local without gradient)
     Partial      all_reduce        all_reduce, slice           all_reduce, slice, halo_exchange
     Shard        all_gather        halo_exchange (new bounds)  halo_exchange
                                    redistribute (new dim)      redistribute, halo_exchange
@@ -24,7 +24,15 @@ if TYPE_CHECKING:
     from fxshard.emitter import Emitter
 
 
-def convert(emitter: Emitter, x: Node, source: Layout, target: Layout, summed_axes: frozenset[int]) -> Node:
+def convert(
+    emitter: Emitter,
+    x: Node,
+    source: Layout,
+    target: Layout,
+    summed_axes: frozenset[int] = frozenset(),
+    *,
+    needs_grad: bool = True,
+) -> Node:
     """Emit the conversion of one value.
 
     Args:
@@ -33,6 +41,7 @@ def convert(emitter: Emitter, x: Node, source: Layout, target: Layout, summed_ax
         source: How it is.
         target: How it is wanted.
         summed_axes: The axes on which a replicated value feeds split work and needs its gradient summed.
+        needs_grad: Whether a gradient flows back; without one a replicated value is cut locally.
 
     Returns:
         The local node in layout ``target``; ``x`` itself where nothing has to be done.
@@ -44,7 +53,7 @@ def convert(emitter: Emitter, x: Node, source: Layout, target: Layout, summed_ax
                 x = emitter.sum_gradient(x, axis)
     for axis, (have, want) in enumerate(zip(source, target, strict=True)):
         if isinstance(want, Shard):
-            x = _shard(emitter, x, axis, have, want)
+            x = _shard(emitter, x, axis, have, want, needs_grad=needs_grad)
     return x
 
 
@@ -56,9 +65,11 @@ def _replicate(emitter: Emitter, x: Node, axis: int, have: Placement) -> Node:
     return x
 
 
-def _shard(emitter: Emitter, x: Node, axis: int, have: Placement, want: Shard) -> Node:
+def _shard(emitter: Emitter, x: Node, axis: int, have: Placement, want: Shard, *, needs_grad: bool) -> Node:
     if have == want:
         return x
+    if isinstance(have, Replicate) and want.held and not needs_grad and want.held.fill.mode == "constant":
+        return emitter.cut(x, axis, want, want.held)
     if isinstance(have, Shard) and have.dim != want.dim and have.outer == want.outer == 1:
         x, have = emitter.redistribute(x, axis, have, want.owned), want.owned
     elif not isinstance(have, Shard) or have.dim != want.dim or not have.outer == want.outer == 1:

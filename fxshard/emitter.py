@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from fxshard._torch import FakeTensorMode
     from fxshard.layout import Layout, Shard, Window
 
-ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "recompute", "ac_graph_id")
+ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
+RECOMPUTE_KEYS = ("recompute", "ac_graph_id")
+"""What an activation checkpoint writes on its nodes, for the inner backend's partitioner."""
+DRAWS = (torch.ops.fxshard.random.default, torch.ops.fxshard.keep_draws.default)
+"""Never recomputed: they would draw again."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class Emitter:
     def adopt(self, node: Node) -> None:
         """Give ``node`` the source location of the global node that is being emitted."""
         if self.origin is not None:
-            node.meta.update({k: self.origin.meta[k] for k in ORIGIN_KEYS if k in self.origin.meta})
+            keys = ORIGIN_KEYS if node.target in DRAWS else ORIGIN_KEYS + RECOMPUTE_KEYS
+            node.meta.update({k: self.origin.meta[k] for k in keys if k in self.origin.meta})
 
     def local_shape(self, shape: Sequence[int], layout: Layout) -> list[int]:
         """Return this rank's shape of a tensor of global ``shape``."""
@@ -134,6 +139,16 @@ class Emitter:
             coord,
             self.rank.groups[axis],
         )
+
+    def cut(self, x: Node, axis: int, shard: Shard, window: Window) -> Node:
+        """Emit this rank's ``window`` of a whole tensor, filled with the window's constant outside; no gradient."""
+        lo, hi = window.intervals[self.rank.coords[axis]]
+        start, stop = (min(max(end, 0), shard.size) for end in (lo, hi))
+        before = min(max(-lo, 0), hi - lo)
+        behind = hi - lo - before - (stop - start)
+        part = self.call(torch.ops.aten.slice.Tensor, x, shard.dim, start, stop)
+        padding = [*[0, 0] * (tensor_value(x).ndim - 1 - shard.dim), before, behind]
+        return self.call(torch.ops.aten.constant_pad_nd.default, part, padding, window.fill.value)
 
     def constant(self, like: Node, values: Sequence[Any], dim: int) -> Node:
         """Emit a constant with the dtype and device of ``like``.

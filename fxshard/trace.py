@@ -56,6 +56,8 @@ class Case:
         no_grad: Run under ``torch.no_grad()``: no gradients, no update.
         loss: Scalar loss of the outputs; None is :func:`cotangent_loss`.
         device: ``"cpu"`` or ``"cuda"`` (the current one).
+        reference_backend: The Dynamo backend that the untouched model is compiled with, None for eager mode: an
+            activation checkpoint updates running statistics twice in eager mode, once when compiled.
     """
 
     build: Callable[[], tuple[nn.Module, Inputs]]
@@ -70,6 +72,7 @@ class Case:
     no_grad: bool = False
     loss: Callable[[Any], Tensor] | None = None
     device: str = "cpu"
+    reference_backend: str | None = None
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard._torch import (
     FakeTensor,
@@ -30,6 +31,7 @@ from fxshard._torch import (
     detect_fake_mode,
     is_module_state,
     preserve_node_meta,
+    tag_activation_checkpoint,
 )
 from fxshard.errors import CaptureError
 
@@ -55,15 +57,38 @@ class Captured:
     is_state: tuple[bool, ...]
 
 
+class _Runner(fx.Interpreter):
+    """Runs a Dynamo graph node by node; a failure names the user's line."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node, the region of an activation checkpoint inline with its nodes marked for recomputation."""
+        try:
+            return super().run_node(n)
+        except CaptureError:
+            raise
+        except Exception as error:
+            msg = f"{n.target} cannot be captured: {error}\n{n.meta.get('stack_trace', '').rstrip()}"
+            raise CaptureError(msg) from error
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the target; of a checkpoint, its region."""
+        if target is not tag_activation_checkpoint:
+            return super().call_function(target, args, kwargs)
+        region, *inputs = args
+        for node in region.graph.nodes:
+            node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": id(region)}
+        return _Runner(region).run(*inputs)
+
+
 class _Inlined(torch.nn.Module):
-    """Runs the Dynamo graph node by node, so that capture sees its operators."""
+    """Runs the Dynamo graph, so that capture sees its operators."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         super().__init__()
-        self.interpreter = [fx.Interpreter(graph_module)]  # in a list: its parameters are not this module's
+        self.runner = [_Runner(graph_module)]  # in a list: its parameters are not this module's
 
     def forward(self, *inputs: Any) -> Any:
-        return self.interpreter[0].run(*inputs)
+        return self.runner[0].run(*inputs)
 
 
 def concrete(value: object) -> object:
@@ -100,6 +125,8 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     try:
         with preserve_node_meta(), mode, dead_draws_kept():
             captured, signature = aot_export_module(_Inlined(gm), fakes, trace_joint=False, pre_dispatch=True)
+    except CaptureError:
+        raise
     except Exception as error:
         msg = f"the model cannot be captured as a functional graph: {error}"
         raise CaptureError(msg) from error
@@ -108,6 +135,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     for ours, theirs in zip((n for n in captured.graph.nodes if n.op == "placeholder"), placeholders, strict=True):
         if hasattr(theirs, SOURCE):  # inner backends read from it which inputs are the model's own
             setattr(ours, SOURCE, getattr(theirs, SOURCE))
+    for node in list(captured.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:  # what .to() checks of its global input
+            captured.graph.erase_node(node)
     names = list(signature.user_inputs)
     captured.meta[KEY] = Captured(
         updates=tuple(names.index(target) for target in signature.user_inputs_to_mutate.values()),

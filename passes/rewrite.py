@@ -106,7 +106,8 @@ class _Rewriter:
             self.local[node] = self.emitter.call(torch.ops.aten.clone.default, self.local[node])
         for node in inputs:
             self.emitter.origin = node
-            self.local[node] = convert(self.emitter, self.local[node], self.whole, self._layout(node), frozenset())
+            if self.needs_grad[node]:  # once, so that its gradient is put together once
+                self.local[node] = convert(self.emitter, self.local[node], self.whole, _first_output(node))
 
     def _get_attr(self, node: fx.Node) -> fx.Node:
         made = self.emitter.graph.get_attr(str(node.target))
@@ -157,18 +158,18 @@ class _Rewriter:
     def _input(self, node: fx.Node, want: Layout, axes: frozenset[int]) -> fx.Node:
         """Return ``node``'s local value in the layout ``want`` for work that is split on ``axes``."""
         have = self._layout(node)
-        summed = axes if self.needs_grad[node] and self.grad_enabled else frozenset()
-        key = (node, want, summed, self.grad_region)
+        needs_grad = self.needs_grad[node] and self.grad_enabled
+        key = (node, want, axes if needs_grad else None, self.grad_region)
         if key not in self.converted:
-            self.converted[key] = convert(self.emitter, self.local[node], have, want, summed)
+            summed = axes if needs_grad else frozenset()
+            self.converted[key] = convert(self.emitter, self.local[node], have, want, summed, needs_grad=needs_grad)
         return self.converted[key]
 
     def _layout(self, node: fx.Node) -> Layout:
-        if not is_tensor(node):
+        """Return how the local value of ``node`` is placed."""
+        if not is_tensor(node) or (node.op == "placeholder" and not self.needs_grad[node]):
             return self.whole
-        found = plan_of(node)
-        assert found is not None
-        return found.outputs[0]
+        return _first_output(node)
 
     def _output(self, node: fx.Node) -> None:
         """Emit the buffer updates and the outputs, whole."""
@@ -181,3 +182,9 @@ class _Rewriter:
 
     def _whole(self, value: Any) -> Any:
         return self._input(value, self.whole, frozenset()) if isinstance(value, fx.Node) else value
+
+
+def _first_output(node: fx.Node) -> Layout:
+    found = plan_of(node)
+    assert found is not None
+    return found.outputs[0] if is_tensor(node) else replicated(len(found.outputs[0].axes))

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from fxshard._torch import make_fx, unfunctionalized
+from fxshard.emitter import ORIGIN_KEYS, RECOMPUTE_KEYS
 from fxshard.values import tensor_value
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def splice(gm: fx.GraphModule, call: OpCall, choice: Expand) -> fx.Node | None:
-    """Replace the call by its program; return the program's first node, or None where it is the call itself."""
+    """Replace the call by its program; return the next node to plan, or None where the program is the call itself."""
     traced = _traced(call, choice.program)
     body = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
-    if not body or any(n.target is call.op for n in body):
+    if any(n.target is call.op for n in body):
         return None
     values: dict[fx.Node, fx.Node] = dict(
         zip((n for n in traced.graph.nodes if n.op == "placeholder"), call.inputs, strict=True)
@@ -50,7 +51,7 @@ def _copy(
         made = gm.graph.get_attr(name)
     else:
         made = gm.graph.node_copy(node, lambda n: values[n])
-    made.meta = {k: v for k, v in origin.meta.items() if k in ("stack_trace", "nn_module_stack", "source_fn_stack")}
+    made.meta = {k: v for k, v in origin.meta.items() if k in ORIGIN_KEYS + RECOMPUTE_KEYS}
     made.meta["val"] = node.meta.get("val")
     return made
 

@@ -86,19 +86,19 @@ def _placed_in_group(
 
 
 def _placed_in_dim(shard: Shard, dim: int, size: int, ahead: int, inner: int) -> tuple[Shard, Shard] | None:
-    if size % ahead:
-        return None
+    """Return the split of an output dimension that reads as (ahead, positions of ``behind`` elements each)."""
     split, total = size // ahead, shard.size * inner
-    if split % shard.size == 0:  # the whole split factor and some of what is behind it
-        factor = split // shard.size
-        return (shard, Shard(dim, tuple(b * factor for b in shard.bounds), ahead)) if inner % factor == 0 else None
-    if total % split or shard.size % split:
+    if size % ahead or total % split:
         return None
-    unit = shard.size // split  # the split factor itself is cut; only its leading part can carry the split
-    spread = spread_bounds(tuple((b + unit // 2) // unit for b in shard.bounds))
+    behind = total // split
+    step = behind // math.gcd(behind, inner)  # a bound on both sides lies on a multiple of it
+    if shard.size % step:
+        return None
+    spread = shard.bounds if step == 1 else spread_bounds(tuple((b + step // 2) // step for b in shard.bounds))
     if spread is None:
         return None
-    return Shard(shard.dim, tuple(b * unit for b in spread), shard.outer), Shard(dim, spread, ahead)
+    before, after = (tuple(b * unit for b in spread) for unit in (step, step * inner // behind))
+    return Shard(shard.dim, before, shard.outer), Shard(dim, after, ahead)
 
 
 @rule(

@@ -1,0 +1,90 @@
+"""The command line: ``fxshard COMMAND ...``.
+
+A command is one row of :data:`COMMANDS`: a module gives its arguments and runs it.  Exit status::
+
+    0      done
+    1      done, and the answer is no: the two trainings differ
+    2      not done: wrong arguments, a missing package, something that cannot be split; one line says why
+    130    interrupted
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import fxshard
+from fxshard import demo
+from fxshard.errors import FxShardError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+FAILED = 2
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand.
+
+    Args:
+        name: What the user types.
+        summary: One line for ``fxshard --help``.
+        add_arguments: Adds its arguments to a parser.
+        run: Runs it and returns the exit status.
+    """
+
+    name: str
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS = (
+    Command(
+        "demo", "train a model split over ranks next to the same training on one device", demo.add_arguments, demo.run
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments after the program's name; None is ``sys.argv[1:]``.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SystemExit: The arguments are wrong (status 2), or help or the version was asked for (status 0).
+    """
+    arguments = make_parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except FxShardError as error:
+        print(f"fxshard {arguments.command}: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print(f"fxshard {arguments.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(prog="fxshard", description=fxshard.__doc__)
+    parser.add_argument("--version", action="version", version=f"fxshard {fxshard.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        one = commands.add_parser(
+            command.name,
+            help=command.summary,
+            description=command.summary,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        command.add_arguments(one)
+        one.set_defaults(run=command.run)
+    return parser

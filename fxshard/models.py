@@ -1,0 +1,103 @@
+"""Models by name: ``timm:convnext_atto``, ``torchvision:resnet18``, ``some.module:factory``.
+
+A name without a colon is timm's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from fxshard.errors import FxShardError
+from fxshard.optional import load, require
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LIBRARIES = ("timm", "torchvision")
+
+
+class UnknownModelError(FxShardError):
+    """No model has this name."""
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return the library or module, and the model's name there.
+
+    Example:
+        >>> split_name("convnext_atto"), split_name("torchvision:resnet18")
+        (('timm', 'convnext_atto'), ('torchvision', 'resnet18'))
+    """
+    library, colon, model = name.rpartition(":")
+    return (library if colon else "timm"), model
+
+
+def require_model(name: str) -> None:
+    """Raise where the library that ``name`` needs is not installed.
+
+    Raises:
+        MissingPackageError: With the pip command.
+    """
+    library, _ = split_name(name)
+    if library in LIBRARIES:
+        require(library)
+
+
+def build_named(name: str, *, num_classes: int, drop_path_rate: float = 0.0) -> nn.Module:
+    """Return a new, untrained model.
+
+    Args:
+        name: ``timm:NAME``, ``torchvision:NAME``, ``module:factory`` or timm's ``NAME``.  A factory is called with
+            those of the keyword arguments below that it names.
+        num_classes: How many logits.
+        drop_path_rate: How often a residual branch is dropped in training; for models that have it.
+
+    Raises:
+        UnknownModelError: There is no such model.
+        MissingPackageError: Its library is not installed.
+    """
+    library, model = split_name(name)
+    wanted = {"num_classes": num_classes, "drop_path_rate": drop_path_rate}
+    if library == "timm":
+        return _timm_model(model, num_classes, drop_path_rate)
+    factory = _torchvision_factory(model) if library == "torchvision" else _factory(library, model)
+    named = inspect.signature(factory).parameters
+    every = library == "torchvision"  # its models take num_classes through **kwargs
+    built = factory(**{k: v for k, v in wanted.items() if k in named or (every and k == "num_classes")})
+    if not isinstance(built, nn.Module):
+        msg = f"{name!r} returned {type(built).__name__}, not a torch.nn.Module"
+        raise UnknownModelError(msg)
+    return built
+
+
+def _timm_model(model: str, num_classes: int, drop_path_rate: float) -> nn.Module:
+    timm = load("timm")
+    if not timm.is_model(model):
+        msg = f"timm has no model {model!r}; timm.list_models('*convnext*') lists names"
+        raise UnknownModelError(msg)
+    try:
+        built: nn.Module = timm.create_model(model, num_classes=num_classes, drop_path_rate=drop_path_rate)
+    except TypeError:  # not every model has stochastic depth
+        built = timm.create_model(model, num_classes=num_classes)
+    return built
+
+
+def _torchvision_factory(model: str) -> Callable[..., object]:
+    models = load("torchvision.models")
+    if model not in models.list_models(module=models):
+        msg = f"torchvision has no classification model {model!r}; torchvision.models.list_models() lists names"
+        raise UnknownModelError(msg)
+    factory: Callable[..., object] = models.get_model_builder(model)
+    return factory
+
+
+def _factory(module: str, name: str) -> Callable[..., object]:
+    try:
+        factory: Callable[..., object] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        msg = f"there is no model {module}:{name}: {error}; give timm:NAME, torchvision:NAME or module:factory"
+        raise UnknownModelError(msg) from error
+    return factory

@@ -1,0 +1,251 @@
+"""What a plan does, node by node, and what one rank sends for it in a training step.
+
+The planned graph says where every value lives and why something is gathered; the local graph says what is
+sent.  Communication is counted from the arguments of the communication operators (:mod:`fxshard.ops.traffic`),
+forward and, where a gradient passes, backward::
+
+    in the forward     counted forward as    and backward as
+    halo_exchange      halo                  halo       gradients of the borders go home
+    all_gather         gather                -          each rank takes its slice of the gradient
+    slice              -                     gather     the slices of the gradient are put together
+    redistribute       redistribute          redistribute
+    all_reduce         reduce                -          statistics: the sum's gradient is the same everywhere
+    sum_gradient       -                     gradient   each rank's gradient is one term of the sum
+
+An all-reduce counts its payload once, whatever the algorithm sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxshard.ops.traffic import Traffic, node_traffic, traffic
+from fxshard.passes.capture import KEY, Captured
+from fxshard.provenance import is_communication, module_path, origins, source_line
+from fxshard.values import plan_of, tensor_value
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from fxshard.passes.config import Config
+
+ops = torch.ops.fxshard
+VERSION = 1
+"""Of the JSON form; a field that changes its meaning raises it."""
+
+_FORWARD = {
+    ops.halo_exchange.default: "halo",
+    ops.all_gather.default: "gather",
+    ops.redistribute.default: "redistribute",
+    ops.all_reduce.default: "reduce",
+}
+_BACKWARD = {
+    ops.halo_exchange.default: "halo",
+    ops.slice.default: "gather",
+    ops.redistribute.default: "redistribute",
+    ops.sum_gradient.default: "gradient",
+}
+KINDS = ("halo", "gather", "redistribute", "reduce", "gradient")
+"""The kinds of communication, in the order they are listed."""
+
+
+@dataclass(frozen=True)
+class Communication:
+    """What one rank sends in a training step.
+
+    Args:
+        forward: By kind, in the forward.
+        backward: By kind, in the backward.
+    """
+
+    forward: dict[str, Traffic] = field(default_factory=dict)
+    backward: dict[str, Traffic] = field(default_factory=dict)
+
+    def __add__(self, other: Communication) -> Communication:
+        return Communication(_merge(self.forward, other.forward), _merge(self.backward, other.backward))
+
+    def of(self, *kinds: str) -> Traffic:
+        """Return what is sent for ``kinds``, forward and backward; for all kinds when none is named."""
+        found = [t for part in (self.forward, self.backward) for kind, t in part.items() if not kinds or kind in kinds]
+        return sum(found, Traffic())
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """One node of the planned graph.
+
+    Args:
+        name: Its name in the graph.
+        op: ``"placeholder"``, ``"output"`` or the operator.
+        shape: The global shape of its (first) tensor, None where it has none.
+        dtype: Of that tensor, such as ``"float32"``; empty where there is none.
+        layout: Where that tensor lives: one placement for each mesh axis.
+        local_shape: What this rank holds of it.
+        reason: Why something is gathered here; empty where nothing is.
+        module: The module that runs it, as ``named_modules`` names it.
+        source: The user's line.
+        sent: What this rank sends for it.
+    """
+
+    name: str
+    op: str
+    shape: tuple[int, ...] | None = None
+    dtype: str = ""
+    layout: str = ""
+    local_shape: tuple[int, ...] | None = None
+    reason: str = ""
+    module: str = ""
+    source: str = ""
+    sent: Communication = field(default_factory=Communication)
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan and its communication, as one rank sees it.
+
+    Args:
+        mesh_shape: Ranks on each mesh axis.
+        coords: Which rank.
+        nodes: In program order.
+    """
+
+    mesh_shape: tuple[int, ...]
+    coords: tuple[int, ...]
+    nodes: tuple[NodeReport, ...]
+
+    @property
+    def total(self) -> Communication:
+        """What this rank sends in a training step."""
+        return sum((node.sent for node in self.nodes), Communication())
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        """Why something is gathered, and at how many nodes."""
+        return dict(Counter(node.reason for node in self.nodes if node.reason))
+
+    def to_json(self) -> str:
+        """Return the report as JSON: ``version``, ``mesh_shape``, ``coords``, ``reasons``, ``total`` and ``nodes``."""
+        table = {
+            "version": VERSION,
+            **dataclasses.asdict(self),
+            "reasons": self.reasons,
+            "total": dataclasses.asdict(self.total),
+        }
+        return json.dumps(table, indent=1)
+
+    def __str__(self) -> str:
+        lines = [f"rank {self.coords} of mesh {self.mesh_shape}: {len(self.nodes)} nodes"]
+        for name, part in (("forward", self.total.forward), ("backward", self.total.backward)):
+            lines += [
+                f"{name:<9}{k:<13}{part[k].messages:>5} messages {part[k].bytes:>13,} bytes" for k in KINDS if k in part
+            ]
+        lines += [f"gathered at {count} nodes: {reason}" for reason, count in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def describe(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> PlanReport:
+    """Return what a plan does and what ``config.rank`` sends for it.
+
+    Args:
+        planned: The global graph with a layout on every node.
+        local: What it was rewritten to for the rank.
+        config: The mesh and the rank.
+
+    Example:
+        >>> from fxshard import backend
+        >>> backend.on_compiled.append(lambda *graphs: print(describe(*graphs)))  # doctest: +SKIP
+    """
+    sent = _communication_by_node(planned, local)
+    nodes = tuple(_describe_node(node, config, sent.get(node, Communication())) for node in planned.graph.nodes)
+    return PlanReport(config.mesh_shape, config.rank.coords, nodes)
+
+
+def _describe_node(node: fx.Node, config: Config, sent: Communication) -> NodeReport:
+    plan, value = plan_of(node), _first_tensor(node)
+    about = NodeReport(
+        name=node.name,
+        op=str(node.target) if node.op == "call_function" else node.op,
+        reason=plan.reason if plan else "",
+        module=module_path(node),
+        source=source_line(node),
+        sent=sent,
+    )
+    if plan is None or value is None or not plan.outputs:
+        return about
+    layout, shape = plan.outputs[0], tuple(value.shape)
+    return dataclasses.replace(
+        about,
+        shape=shape,
+        dtype=str(value.dtype).removeprefix("torch."),
+        layout=str(layout),
+        local_shape=layout.local_shape(shape, config.rank.coords),
+    )
+
+
+def _first_tensor(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return next((v for v in values if isinstance(v, torch.Tensor)), None)
+
+
+def _merge(a: dict[str, Traffic], b: dict[str, Traffic]) -> dict[str, Traffic]:
+    return {kind: a.get(kind, Traffic()) + b.get(kind, Traffic()) for kind in KINDS if kind in a or kind in b}
+
+
+def _communication_by_node(planned: fx.GraphModule, local: fx.GraphModule) -> dict[fx.Node, Communication]:
+    with_gradient = _with_gradient(planned, local)
+    total: dict[fx.Node, Communication] = {}
+    for node, origin in origins(planned, local):
+        if is_communication(node):
+            total[origin] = total.get(origin, Communication()) + _communication(node, node in with_gradient)
+    return total
+
+
+def _communication(node: fx.Node, has_gradient: bool) -> Communication:  # noqa: FBT001
+    forward = {_FORWARD[node.target]: node_traffic(node)} if node.target in _FORWARD else {}
+    backward = {_BACKWARD[node.target]: _backward_traffic(node)} if has_gradient and node.target in _BACKWARD else {}
+    return Communication(forward, backward)
+
+
+def _backward_traffic(node: fx.Node) -> Traffic:
+    """Return what the backward of a communication node sends, whose gradient has the shape of the node's value."""
+    args: list[Any] = list(node.args[1:])
+    if node.target is ops.redistribute.default:
+        args[:4] = args[2:4] + args[:2]
+    partner = {
+        ops.halo_exchange.default: ops.halo_accumulate.default,
+        ops.slice.default: ops.all_gather.default,
+        ops.sum_gradient.default: ops.all_reduce.default,
+    }.get(node.target, node.target)
+    value = tensor_value(node)
+    return traffic(partner, args, value.shape, value.element_size())
+
+
+def _with_gradient(planned: fx.GraphModule, local: fx.GraphModule) -> set[fx.Node]:
+    """Return the local nodes that a gradient passes."""
+    captured: Captured = planned.meta[KEY]
+    needs_grad = iter(captured.requires_grad)
+    found, enabled = set(), True
+    for node in local.graph.nodes:
+        if node.op == "placeholder":
+            passes = next(needs_grad)
+        else:
+            if node.target is torch._C._set_grad_enabled:
+                enabled = bool(node.args[0])
+            passes = enabled and _is_differentiable(node) and any(n in found for n in node.all_input_nodes)
+        if passes:
+            found.add(node)
+    return found
+
+
+def _is_differentiable(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+    return floating and node.target is not torch.ops.aten.detach.default

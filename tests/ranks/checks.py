@@ -1,0 +1,76 @@
+"""Runs cases on ranks and says, for each, how far it is from the untouched model and what was gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fxshard import backend
+from fxshard.compare import Case, compare_on_rank
+from fxshard.values import plan_of
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from fxshard.workers import RankPool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank says of one case.
+
+    Args:
+        exact: Whether everything equals the untouched model.
+        text: The table of differences.
+        reasons: Why something was gathered, without repetition, in program order.
+        targets: The targets of the local graph's nodes.
+    """
+
+    exact: bool
+    text: str
+    reasons: tuple[str, ...]
+    targets: tuple[str, ...]
+
+
+def judge(rank: int, cases: list[Case]) -> list[Verdict]:
+    """Compare every case on this rank (runs in a rank process)."""
+    return [_judge_one(rank, case) for case in cases]
+
+
+def _judge_one(rank: int, case: Case) -> Verdict:
+    reasons: dict[str, None] = {}
+    targets: list[str] = []
+
+    def observe(planned: fx.GraphModule, local: fx.GraphModule, _config: Any) -> None:
+        found = (plan_of(n) for n in planned.graph.nodes)
+        reasons.update(dict.fromkeys(p.reason for p in found if p and p.reason))
+        targets.extend(str(n.target) for n in local.graph.nodes)
+
+    backend.on_compiled.append(observe)
+    try:
+        difference = compare_on_rank(rank, case)
+    finally:
+        backend.on_compiled.remove(observe)
+    return Verdict(difference.exact(), str(difference), tuple(reasons), tuple(targets))
+
+
+def assert_exact(pool: RankPool, case: Case, *, gathers: bool | None = False) -> Verdict:
+    """Assert that ``case`` is exact on every rank, and whether something was gathered.
+
+    Args:
+        pool: The ranks.
+        case: What to run.
+        gathers: Whether a gather is expected; None for either.
+
+    Returns:
+        The verdict of rank 0.
+    """
+    ranks = 1
+    for size in case.mesh_shape:
+        ranks *= size
+    verdicts = [v[0] for v in pool.run(judge, [case], ranks=ranks)]
+    for rank, verdict in enumerate(verdicts):
+        assert verdict.exact, f"rank {rank}:\n{verdict.text}\ngathers: {verdict.reasons}"
+        if gathers is not None:
+            assert bool(verdict.reasons) == gathers, f"gathers: {verdict.reasons}"
+    return verdicts[0]
