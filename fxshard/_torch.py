@@ -50,6 +50,7 @@ __all__ = [
     "set_grad_enabled",
     "tag_activation_checkpoint",  # what Dynamo makes of torch.utils.checkpoint
     "unfunctionalized",
+    "whole_graph_in_ddp",
 ]
 
 
@@ -109,3 +110,13 @@ def dead_draws_kept() -> AbstractContextManager[None]:
     from torch._inductor import config  # noqa: PLC0415  the import takes a second
 
     return config.patch(fallback_random=True)
+
+
+def whole_graph_in_ddp() -> AbstractContextManager[None]:
+    """Return a context in which a model inside DistributedDataParallel is captured whole.
+
+    Dynamo otherwise cuts its graph at DDP's buckets before a backend sees it, and each piece would be gathered.
+    """
+    from torch._dynamo import config  # noqa: PLC0415  a submodule of its own
+
+    return config.patch(optimize_ddp=False)

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fxshard._torch import FakeTensor, _get_default_store
 from fxshard.errors import RankMismatchError
@@ -23,8 +24,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT_S = 25.0
+"""How long ranks wait for one another to compile again."""
+FIRST_TIMEOUT_S = 120.0
+"""The same for the first time: processes start at different speeds."""
 FAILED = "failed"
 _rounds: dict[tuple[int, ...], int] = {}
+_seen: set[tuple[int, ...]] = set()
 
 
 def digest(parts: Iterable[object]) -> str:
@@ -47,6 +52,18 @@ def values_digest(tensors: Sequence[object]) -> str:
     )
 
 
+def first_time(tensors: Sequence[object]) -> bool:
+    """Return whether these tensors were not asked about before.
+
+    Values are compared once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
+    """
+    key = tuple(id(t) for t in tensors)
+    if key in _seen:
+        return False
+    _seen.add(key)
+    return True
+
+
 def collectives_digest(local: fx.GraphModule) -> str:
     """Return a hash of a local graph's collectives, in order, without what differs from rank to rank."""
     sequence = []
@@ -57,24 +74,22 @@ def collectives_digest(local: fx.GraphModule) -> str:
     return digest(sequence)
 
 
-def agree(mesh: DeviceMesh, description: dict[str, str], timeout_s: float = TIMEOUT_S) -> None:
+def agree(mesh: DeviceMesh, description: dict[str, str]) -> None:
     """Compare ``description`` on all ranks of ``mesh``.
 
     Args:
         mesh: The spatial mesh.
         description: What has to be equal: a name and a value for each thing.  A rank that failed before
             posts its message under ``"failed"``.
-        timeout_s: Seconds to wait for the others.
 
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
-    ranks = tuple(int(r) for r in mesh.mesh.flatten())
-    _rounds[ranks] = _rounds.get(ranks, -1) + 1
-    prefix = f"fxshard/{'-'.join(map(str, ranks))}/{_rounds[ranks]}"
-    store, me = _get_default_store(), ranks.index(mesh.get_rank())
-    store.set(f"{prefix}/{me}", json.dumps(description))
-    said = []
+    ranks = _ranks(mesh)
+    timeout_s = TIMEOUT_S if ranks in _rounds else FIRST_TIMEOUT_S
+    prefix = _post(mesh, description)
+    _rounds[ranks] = _rounds.get(ranks, 0) + 1
+    store, said = _get_default_store(), []
     for other in range(len(ranks)):
         try:
             store.wait([f"{prefix}/{other}"], timedelta(seconds=timeout_s))
@@ -82,6 +97,31 @@ def agree(mesh: DeviceMesh, description: dict[str, str], timeout_s: float = TIME
             raise RankMismatchError(_absent(other, timeout_s)) from error
         said.append(json.loads(store.get(f"{prefix}/{other}")))
     _raise_on_difference(said)
+
+
+def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
+    """Tell ranks that wait for this one to compile that it failed before it came so far.
+
+    Args:
+        mesh: The spatial mesh; None for all ranks of the default process group.
+        message: What they report.
+    """
+    if not dist.is_initialized():
+        return
+    _post(mesh, {FAILED: message})
+
+
+def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
+    return tuple(range(dist.get_world_size()) if mesh is None else (int(r) for r in mesh.mesh.flatten()))
+
+
+def _post(mesh: DeviceMesh | None, description: dict[str, str]) -> str:
+    """Post a description for the next comparison; return its key without the rank."""
+    ranks = _ranks(mesh)
+    prefix = f"fxshard/{'-'.join(map(str, ranks))}/{_rounds.get(ranks, 0)}"
+    me = ranks.index(dist.get_rank() if mesh is None else mesh.get_rank())
+    _get_default_store().set(f"{prefix}/{me}", json.dumps(description))
+    return prefix
 
 
 def _absent(rank: int, timeout_s: float) -> str:

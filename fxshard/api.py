@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from fxshard._torch import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
+from fxshard._torch import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError, whole_graph_in_ddp
+from fxshard.agreement import announce_failure
 from fxshard.backend import fxshard as backend
 from fxshard.errors import CaptureError, FxShardError
 
@@ -57,7 +57,8 @@ def transform(
         torch.Size([1, 8, 16, 64])
     """
     options = {"mesh": mesh, "placements": placements, "inner_backend": inner_backend, "rng": rng}
-    net = copy.copy(model)
+    net = object.__new__(type(model))  # not copy.copy: parametrized modules refuse it
+    net.__dict__.update(model.__dict__)
     net.__dict__["_compiled_call_impl"] = _compiled_call(net, options)
     return net
 
@@ -70,7 +71,8 @@ def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..
     @functools.wraps(net.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            with whole_graph_in_ddp():
+                return compiled(*args, **kwargs)
         except FxShardError:
             raise
         except BackendCompilerFailed as error:
@@ -79,6 +81,10 @@ def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..
             raise
         except (Unsupported, UserError, InternalTorchDynamoError) as error:
             msg = f"{type(net).__name__} cannot be captured whole: {error}"
+            announce_failure(options["mesh"], msg)
             raise CaptureError(msg) from error
+        except Exception as error:
+            announce_failure(options["mesh"], f"{type(error).__name__}: {error}")
+            raise
 
     return call

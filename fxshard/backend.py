@@ -147,12 +147,13 @@ def _description(
     captured: Captured = graph.meta[KEY]
     given = [v for v, state in zip(example_inputs, captured.is_state, strict=True) if not state]
     state = [v for v, is_state in zip(example_inputs, captured.is_state, strict=True) if is_state]
+    compared = agreement.first_time(state)
     return {
         "options": str(dataclasses.replace(config, rank=None)),
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
         "captured graph": agreement.digest(str(n.format_node()) for n in graph.graph.nodes),
-        "parameter and buffer values": agreement.values_digest(state),
-        "input values": agreement.values_digest(given),
+        "parameter and buffer values": agreement.values_digest(state) if compared else "compared before",
+        "input values": agreement.values_digest(given) if compared else "not compared again",
         "sequence of collectives": agreement.collectives_digest(local),
         "generator state": _generator_digest(graph),
         "torch": torch.__version__,

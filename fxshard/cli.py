@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import fxshard
 from fxshard import demo
 from fxshard.errors import FxShardError
+from fxshard.workers import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,11 +67,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except FxShardError as error:
-        print(f"fxshard {arguments.command}: {error}", file=sys.stderr)
+        print(f"fxshard {arguments.command}: {explain(error)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print(f"fxshard {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def explain(error: FxShardError) -> str:
+    """Return what the user needs of an error.
+
+    Args:
+        error: Where every rank raised one of fxshard's own errors, the first of their messages says it all; else
+            the tracebacks are needed.
+    """
+    if not isinstance(error, WorkerError) or error.stacks:
+        return str(error)
+    own = _names_of(FxShardError)
+    causes = [cause for _, cause in sorted(error.causes.items())]
+    return causes[0].message if all(cause.type_name in own for cause in causes) else str(error)
+
+
+def _names_of(kind: type[FxShardError]) -> set[str]:
+    return {kind.__name__}.union(*(_names_of(derived) for derived in kind.__subclasses__()))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,12 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fxshard {fxshard.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        one = commands.add_parser(
-            command.name,
-            help=command.summary,
-            description=command.summary,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        )
+        one = commands.add_parser(command.name, help=command.summary, description=command.summary)
         command.add_arguments(one)
         one.set_defaults(run=command.run)
     return parser

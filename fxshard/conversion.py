@@ -46,15 +46,23 @@ def convert(
     Returns:
         The local node in layout ``target``; ``x`` itself where nothing has to be done.
     """
-    for axis, (have, want) in enumerate(zip(source, target, strict=True)):
+    for axis in _by_outer(source, innermost_first=True):
+        want = target[axis]
         if not isinstance(want, Shard):
-            x = _replicate(emitter, x, axis, have)
+            x = _replicate(emitter, x, axis, source[axis])
             if axis in summed_axes and isinstance(want, Replicate):
                 x = emitter.sum_gradient(x, axis)
-    for axis, (have, want) in enumerate(zip(source, target, strict=True)):
+    for axis in _by_outer(target, innermost_first=False):
+        want = target[axis]
         if isinstance(want, Shard):
-            x = _shard(emitter, x, axis, have, want, needs_grad=needs_grad)
+            x = _shard(emitter, x, axis, source[axis], want, needs_grad=needs_grad)
     return x
+
+
+def _by_outer(layout: Layout, *, innermost_first: bool) -> list[int]:
+    """Return the axes in the order in which splits of one flattened dimension come off, or go on."""
+    outers = [p.outer if isinstance(p, Shard) else 0 for p in layout]
+    return sorted(range(len(outers)), key=outers.__getitem__, reverse=innermost_first)
 
 
 def _replicate(emitter: Emitter, x: Node, axis: int, have: Placement) -> Node:

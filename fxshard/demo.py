@@ -75,19 +75,20 @@ class TorchrunRanks:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's arguments to ``parser``."""
-    add = parser.add_argument
-    add("--model", default="timm:convnext_atto", help="timm:NAME, torchvision:NAME, module:factory or timm's NAME")
+    add, default = parser.add_argument, "(default: %(default)s)"
+    names = "timm:NAME, torchvision:NAME, module:factory or timm's NAME"
+    add("--model", default="timm:convnext_atto", help=f"{names} {default}")
     add("--world-size", type=_positive, metavar="N", help="ranks to start (default: 2, or torchrun's)")
-    add("--width", type=_positive, default=512, help="of the images, in pixels")
-    add("--height", type=_positive, default=64, help="of the images, in pixels")
-    add("--batch", type=_positive, default=2, help="images per step")
-    add("--steps", type=_positive, default=5, help="training steps")
+    add("--width", type=_positive, default=512, help=f"of the images, in pixels {default}")
+    add("--height", type=_positive, default=64, help=f"of the images, in pixels {default}")
+    add("--batch", type=_positive, default=2, help=f"images per step {default}")
+    add("--steps", type=_positive, default=5, help=f"training steps {default}")
     add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is a GPU for each rank)")
-    add("--dtype", choices=tuple(DTYPES), default="float64", help="float64 tells a mistake from rounding")
+    add("--dtype", choices=tuple(DTYPES), default="float64", help=f"float64 tells a mistake from rounding {default}")
     add("--inner-backend", metavar="NAME", help="runs the rewritten graph (default: eager on cpu, inductor on cuda)")
-    add("--placements", choices=(*SPLITS, "WxH"), default="W", help="split the width, the height or both")
-    add("--plan", type=Path, default=Path("fxshard-plan.json"), metavar="PATH", help="where the plan is written")
-    add("--seed", type=int, default=0, help="of weights, crops and random draws")
+    add("--placements", choices=(*SPLITS, "WxH"), default="W", help=f"split the width, the height or both {default}")
+    add("--plan", type=Path, default=Path("fxshard-plan.json"), help=f"where the plan is written {default}")
+    add("--seed", type=int, default=0, help=f"of weights, crops and random draws {default}")
 
 
 def _positive(text: str) -> int:

@@ -257,15 +257,19 @@ def saved_tensors() -> Iterator[dict[int, Tensor]]:
 
 
 def _kept(saved: dict[int, Tensor], net: nn.Module) -> Kept:
-    parameters = {p.untyped_storage().data_ptr(): p.detach() for p in net.parameters()}
-    others = [tensor for address, tensor in saved.items() if address not in parameters]
-    sizes = [tensor.untyped_storage().nbytes() for tensor in others]
-    copies = [
-        size
-        for tensor, size in zip(others, sizes, strict=True)
-        if any(p.shape == tensor.shape and torch.equal(p, tensor) for p in parameters.values())
-    ]
-    return Kept(sum(sizes) - sum(copies), sum(copies))
+    parameters = {p.untyped_storage().data_ptr(): _flat(p.detach()) for p in net.parameters()}
+    others = [_flat(tensor) for address, tensor in saved.items() if address not in parameters]
+    copies = [tensor for tensor in others if any(_same(tensor, parameter) for parameter in parameters.values())]
+    return Kept(sum(t.nbytes for t in others) - sum(t.nbytes for t in copies), sum(t.nbytes for t in copies))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return all that the tensor's memory holds, in the order of the memory."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
 def _generators(device: torch.device) -> dict[str, Tensor]:

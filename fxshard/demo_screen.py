@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Self
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table, box
+from rich.table import Table
 from rich.text import Text
 
 from fxshard.ops.traffic import Traffic
@@ -35,7 +36,8 @@ DIGITS = {"float64": 12, "float32": 7}
 
 SPLIT_WORDS = {"W": "width", "H": "height", "HxW": "height and width"}
 WHOLE_RESULT = "outputs come back whole"
-SLICED_GRADIENT = "split again: the gradient of a slice"
+MERGED_PARTS = "the ranks' parts are put together, such as statistics"
+SLICED_GRADIENT = "backward of a slice: its gradient is put together"
 _SENT = {
     "halo": "halo exchanged",
     "gather": "gathered",
@@ -46,7 +48,7 @@ _SENT = {
 _MOST_COLUMNS = 4
 """For more ranks than these the table of ranks shows the least and the most."""
 
-_WHERE_WIDTH = 26
+_WHERE_WIDTH = 22
 
 
 class Screen:
@@ -197,7 +199,9 @@ def gather_table(report: PlanReport) -> Table | None:
 
 
 def _gather_reason(node: NodeReport) -> str:
-    return node.reason or (WHOLE_RESULT if node.op == "output" else SLICED_GRADIENT)
+    if node.reason or node.op == "output":
+        return node.reason or WHOLE_RESULT
+    return MERGED_PARTS if "gather" in node.sent.forward else SLICED_GRADIENT
 
 
 def verdict(results: Sequence[Sequence[StepResult]], limits: tuple[float, float], *, same: bool) -> str:

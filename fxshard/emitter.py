@@ -150,19 +150,20 @@ class Emitter:
         padding = [*[0, 0] * (tensor_value(x).ndim - 1 - shard.dim), before, behind]
         return self.call(torch.ops.aten.constant_pad_nd.default, part, padding, window.fill.value)
 
-    def constant(self, like: Node, values: Sequence[Any], dim: int) -> Node:
-        """Emit a constant with the dtype and device of ``like``.
+    def constant(self, like: Node, values: Sequence[Any], dim: int, dtype: torch.dtype | None = None) -> Node:
+        """Emit a constant with the device of ``like``.
 
         Args:
             like: A local node.
             values: Numbers, nested once for a matrix.
             dim: The dimension that ``values`` runs along, negative: ``dim=-2`` gives (len, 1) for a vector.
+            dtype: The constant's dtype; that of ``like`` by default.
 
         Returns:
             A node of shape (len(values), 1, ...) for a vector, the matrix for nested values.
         """
         like_value = tensor_value(like)
-        tensor = torch.tensor(values, dtype=like_value.dtype)
+        tensor = torch.tensor(values, dtype=dtype or like_value.dtype)
         if tensor.ndim == 1:
             tensor = tensor.reshape(-1, *(1,) * (-dim - 1))
         name = f"_fxshard_constant_{len(self.constants)}"

@@ -35,7 +35,7 @@ def require(*names: str) -> None:
         raise MissingPackageError(msg)
 
 
-def load(name: str) -> Any:  # noqa: ANN401  a module, and these have no types
+def load(name: str) -> Any:
     """Return the optional module ``name``.
 
     Args:

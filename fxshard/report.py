@@ -12,7 +12,8 @@ forward and, where a gradient passes, backward::
     all_reduce         reduce                -          statistics: the sum's gradient is the same everywhere
     sum_gradient       -                     gradient   each rank's gradient is one term of the sum
 
-An all-reduce counts its payload once, whatever the algorithm sends.
+An all-reduce counts its payload once, whatever the algorithm sends.  What activation checkpointing runs a second
+time is counted once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 
+from fxshard._torch import set_grad_enabled
 from fxshard.ops.traffic import Traffic, node_traffic, traffic
 from fxshard.passes.capture import KEY, Captured
 from fxshard.provenance import is_communication, module_path, origins, source_line
@@ -50,6 +53,12 @@ _BACKWARD = {
     ops.slice.default: "gather",
     ops.redistribute.default: "redistribute",
     ops.sum_gradient.default: "gradient",
+}
+_PARTNERS = {
+    ops.halo_exchange.default: ops.halo_accumulate.default,
+    ops.slice.default: ops.all_gather.default,
+    ops.redistribute.default: ops.redistribute.default,
+    ops.sum_gradient.default: ops.all_reduce.default,
 }
 KINDS = ("halo", "gather", "redistribute", "reduce", "gradient")
 """The kinds of communication, in the order they are listed."""
@@ -161,16 +170,18 @@ def describe(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> 
         >>> from fxshard import backend
         >>> backend.on_compiled.append(lambda *graphs: print(describe(*graphs)))  # doctest: +SKIP
     """
+    assert config.rank is not None, "a local graph is one rank's"
+    coords = config.rank.coords
     sent = _communication_by_node(planned, local)
-    nodes = tuple(_describe_node(node, config, sent.get(node, Communication())) for node in planned.graph.nodes)
-    return PlanReport(config.mesh_shape, config.rank.coords, nodes)
+    nodes = tuple(_describe_node(node, coords, sent.get(node, Communication())) for node in planned.graph.nodes)
+    return PlanReport(config.mesh_shape, coords, nodes)
 
 
-def _describe_node(node: fx.Node, config: Config, sent: Communication) -> NodeReport:
+def _describe_node(node: fx.Node, coords: tuple[int, ...], sent: Communication) -> NodeReport:
     plan, value = plan_of(node), _first_tensor(node)
     about = NodeReport(
         name=node.name,
-        op=str(node.target) if node.op == "call_function" else node.op,
+        op=_op_name(node),
         reason=plan.reason if plan else "",
         module=module_path(node),
         source=source_line(node),
@@ -184,7 +195,15 @@ def _describe_node(node: fx.Node, config: Config, sent: Communication) -> NodeRe
         shape=shape,
         dtype=str(value.dtype).removeprefix("torch."),
         layout=str(layout),
-        local_shape=layout.local_shape(shape, config.rank.coords),
+        local_shape=layout.local_shape(shape, coords),
+    )
+
+
+def _op_name(node: fx.Node) -> str:
+    if node.op != "call_function":
+        return node.op
+    return (
+        str(node.target) if isinstance(node.target, OpOverload) else str(getattr(node.target, "__name__", node.target))
     )
 
 
@@ -207,7 +226,7 @@ def _communication_by_node(planned: fx.GraphModule, local: fx.GraphModule) -> di
     return total
 
 
-def _communication(node: fx.Node, has_gradient: bool) -> Communication:  # noqa: FBT001
+def _communication(node: fx.Node, has_gradient: bool) -> Communication:
     forward = {_FORWARD[node.target]: node_traffic(node)} if node.target in _FORWARD else {}
     backward = {_BACKWARD[node.target]: _backward_traffic(node)} if has_gradient and node.target in _BACKWARD else {}
     return Communication(forward, backward)
@@ -218,13 +237,9 @@ def _backward_traffic(node: fx.Node) -> Traffic:
     args: list[Any] = list(node.args[1:])
     if node.target is ops.redistribute.default:
         args[:4] = args[2:4] + args[:2]
-    partner = {
-        ops.halo_exchange.default: ops.halo_accumulate.default,
-        ops.slice.default: ops.all_gather.default,
-        ops.sum_gradient.default: ops.all_reduce.default,
-    }.get(node.target, node.target)
+    assert isinstance(node.target, OpOverload)
     value = tensor_value(node)
-    return traffic(partner, args, value.shape, value.element_size())
+    return traffic(_PARTNERS[node.target], args, value.shape, value.element_size())
 
 
 def _with_gradient(planned: fx.GraphModule, local: fx.GraphModule) -> set[fx.Node]:
@@ -236,7 +251,7 @@ def _with_gradient(planned: fx.GraphModule, local: fx.GraphModule) -> set[fx.Nod
         if node.op == "placeholder":
             passes = next(needs_grad)
         else:
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is set_grad_enabled:
                 enabled = bool(node.args[0])
             passes = enabled and _is_differentiable(node) and any(n in found for n in node.all_input_nodes)
         if passes:

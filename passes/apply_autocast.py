@@ -179,16 +179,16 @@ class _Applier:
 
     def _higher_order(self, node: fx.Node) -> fx.Node:
         """Copy a call of subgraphs, with autocast applied in them."""
-        bodies = [n for n in node.all_input_nodes if isinstance(self._attribute(n), fx.GraphModule)]
-        if bodies and node.target is not tag_activation_checkpoint and (self.ambient or self.regions):
-            reason = "it calls subgraphs, and only those of activation checkpointing are supported"
-            raise Call(node, self._value).failure(reason)
-        for body in bodies:
-            gm = self._attribute(body)
-            assert isinstance(gm, fx.GraphModule)
+        bodies = {n: self._attribute(n) for n in node.all_input_nodes}
+        for body, gm in bodies.items():
+            if not isinstance(gm, fx.GraphModule):
+                continue
             if node.target is tag_activation_checkpoint:
                 values = [self._value(n) if isinstance(n, fx.Node) else n for n in node.args[1:]]
                 gm = _Applier(gm, values, self.prober).run()
+            elif autocast_enabled() or has_regions(gm):
+                reason = "it calls subgraphs, and only those of activation checkpointing are supported"
+                raise Call(node, self._value).failure(reason)
             self.copies[body] = self.graph.get_attr(self._add_module(f"autocast_{body.target}", gm))
             self.copies[body].meta.update(body.meta)
         return self._copy(node)

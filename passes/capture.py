@@ -34,6 +34,7 @@ from fxshard._torch import (
     tag_activation_checkpoint,
 )
 from fxshard.errors import CaptureError
+from fxshard.passes.hidden_updates import VISIBLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,9 +72,9 @@ class _Runner(fx.Interpreter):
             raise CaptureError(msg) from error
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the target; of a checkpoint, its region."""
+        """Run the target with every update visible; of a checkpoint, its region."""
         if target is not tag_activation_checkpoint:
-            return super().call_function(target, args, kwargs)
+            return super().call_function(VISIBLE.get(target, target), args, kwargs)
         region, *inputs = args
         for node in region.graph.nodes:
             node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": id(region)}
@@ -107,6 +108,14 @@ def _fake(value: object, mode: FakeTensorMode) -> object:
     return mode.from_tensor(value, static_shapes=True)
 
 
+def _specialize(gm: fx.GraphModule) -> None:
+    """Make Dynamo guard on every size: a plan is for one shape, another one compiles again."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value") if node.op == "placeholder" else None
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            concrete(size)
+
+
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """Return the functional ATen graph of a Dynamo graph, with global shapes.
 
@@ -120,6 +129,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     Raises:
         CaptureError: The graph has an operator that cannot be made functional; the message has the user's line.
     """
+    _specialize(gm)
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_fake(value, mode) for value in example_inputs]
     try:

@@ -11,6 +11,7 @@ from fxshard.passes.lower import without_autocast
 from fxshard.passes.plan import plan
 from fxshard.passes.replace_random import replace_random
 from fxshard.passes.rewrite import rewrite
+from fxshard.passes.shrink_factories import shrink_factories
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +45,8 @@ def planned(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config
     with without_autocast():
         captured = capture(explicit, example_inputs)
     captured = run_pass(replace_random, captured)
-    return run_pass(plan, captured, config=config)
+    decided = run_pass(plan, captured, config=config)
+    return run_pass(shrink_factories, decided, config=config)
 
 
 def localized(planned_graph: fx.GraphModule, *, config: Config) -> fx.GraphModule:

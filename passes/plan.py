@@ -34,6 +34,10 @@ MOST_IMBALANCE = 1 / 16
 """How much longer than the mean the longest shard may be for the sake of aligned bounds."""
 
 
+LEAST_COLUMNS = 2
+"""How many columns for each rank a gathered map needs to be split again."""
+
+
 def plan(gm: fx.GraphModule, *, config: Config) -> fx.GraphModule:
     """Write a :class:`~fxshard.values.NodePlan` on every node.
 
@@ -117,6 +121,8 @@ class _Planner:
         self.config = config
         self.dims = split_dims(gm, config)
         self.images = set(_image_inputs(gm))
+        self.image_dims = max((tensor_value(n).ndim for n in self.images), default=0)
+        self.bounds: dict[tuple[int, int], tuple[int, ...]] = {}
         self.whole = replicated(len(config.mesh_shape))
 
     def visit(self, node: fx.Node) -> fx.Node:
@@ -144,6 +150,7 @@ class _Planner:
         parents = node.all_input_nodes
         if node.target is operator.getitem and plan_of(parents[0]) is not None:
             layout = _outputs(parents[0])[node.args[1]]  # type: ignore[index]
+            self.images |= {node} if parents[0] in self.images else set()
             set_plan(node, NodePlan((layout,), (layout,)))
         else:
             gathered = any(not layout.is_replicated for p in parents for layout in _outputs(p))
@@ -156,7 +163,8 @@ class _Planner:
         layouts = [_settled(_outputs(n)[0]) for n in call.inputs]
         rows, reasons = [], []
         for axis in range(len(self.whole.axes)):
-            choice = _choose(call, tuple(layout[axis] for layout in layouts), self._split_twice(layouts, axis))
+            at = self._entered(call, axis, tuple(layout[axis] for layout in layouts))
+            choice = _choose(call, at, self._split_twice(layouts, axis))
             if isinstance(choice, Expand):
                 first = splice(self.gm, call, choice)
                 if first is not None:
@@ -169,7 +177,28 @@ class _Planner:
         inputs = tuple(Layout(tuple(row.inputs[i] for row in rows)) for i in range(len(call.inputs)))
         outputs = tuple(Layout(tuple(row.outputs[i] for row in rows)) for i in range(len(call.output_values)))
         set_plan(node, NodePlan(inputs, outputs, "; ".join(dict.fromkeys(reasons))))
+        self._remember(call, outputs)
         return node.next
+
+    def _remember(self, call: OpCall, outputs: tuple[Layout, ...]) -> None:
+        """Keep the bounds of each map size, and which values come from an image."""
+        if any(n in self.images for n in call.inputs):
+            self.images.add(call.node)
+        for axis, placement in enumerate(outputs[0] if outputs else ()):
+            if isinstance(placement, Shard) and placement.dim == self.dims[axis] and placement.outer == 1:
+                self.bounds[axis, placement.size] = placement.bounds
+
+    def _entered(self, call: OpCall, axis: int, at: tuple[Placement, ...]) -> tuple[Placement, ...]:
+        """Split a map again that was gathered before, where the operator has enough columns for every rank."""
+        dim, ranks, found = self.dims[axis], self.config.mesh_shape[axis], find_rule(call.op)
+        whole = all(isinstance(p, Replicate) for p in at)
+        if not (whole and found and found.enters and dim >= 0 and ranks > 1 and call.inputs[0] in self.images):
+            return at
+        shape, out_shape = call.shape(0), call.out_shape
+        if len(shape) != self.image_dims or min(shape[dim], out_shape[dim]) < LEAST_COLUMNS * ranks:
+            return at
+        bounds = self.bounds.get((axis, shape[dim])) or aligned_bounds(shape[dim], ranks)
+        return (Shard(dim, bounds), *at[1:])
 
     def _split_twice(self, layouts: list[Layout], axis: int) -> bool:
         """Whether an earlier axis splits the same dimension of an input as ``axis``."""

@@ -27,7 +27,7 @@ def splice(gm: fx.GraphModule, call: OpCall, choice: Expand) -> fx.Node | None:
     """Replace the call by its program; return the next node to plan, or None where the program is the call itself."""
     traced = _traced(call, choice.program)
     body = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
-    if any(n.target is call.op for n in body):
+    if choice.program is call.op and any(n.target is call.op for n in body):
         return None
     values: dict[fx.Node, fx.Node] = dict(
         zip((n for n in traced.graph.nodes if n.op == "placeholder"), call.inputs, strict=True)
@@ -76,5 +76,11 @@ def _traced(call: OpCall, program: Any) -> fx.GraphModule:
 
     with torch.no_grad(), fakes[0].fake_mode:  # type: ignore[attr-defined]
         traced = make_fx(unfunctionalized(run), tracing_mode="real")(*fakes)
+        if any(_writes(n) for n in traced.graph.nodes):  # a composite that was taken apart below functionalization
+            traced = make_fx(unfunctionalized(traced), tracing_mode="real")(*fakes)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,12 +33,18 @@ class Graphs:
     Args:
         planned: The global graph, a plan on every node.
         local: The rank's graph.
-        inputs: The inputs of both: parameters, buffers and the model's inputs.
+        config: The made-up mesh and the rank.
     """
 
     planned: GraphModule
     local: GraphModule
-    inputs: tuple[Any, ...]
+    config: Config
+
+    def at(self, *coords: int) -> Graphs:
+        """The graphs of the rank at other coordinates: the same plan, rewritten for it."""
+        assert self.config.rank is not None
+        config = replace(self.config, rank=Rank(coords, self.config.rank.groups))
+        return Graphs(self.planned, localized(self.planned, config=config), config)
 
     def plan(self, name: str) -> NodePlan:
         """The plan of the only node whose target is the overload ``name``, such as "aten.relu.default"."""
@@ -86,35 +91,28 @@ def graphs(
     *,
     mesh_shape: tuple[int, ...] = (2,),
     dims: tuple[int, ...] | None = (3,),
-    coords: tuple[int, ...] = (0,),
 ) -> Graphs:
-    """Return what the rank at ``coords`` of a made-up mesh compiles for a model.
+    """Return what the first rank of a made-up mesh compiles for a model.
 
     Args:
         model: Any module, in the mode that is to be compiled.
         inputs: Its positional inputs.
         mesh_shape: Ranks per mesh axis.
         dims: The dimension that each axis splits; None leaves the choice to the planner.
-        coords: Whose graph.
     """
     names = tuple(f"axis-{axis}" for axis in range(len(mesh_shape)))
-    config = Config(mesh_shape, dims, Rank(coords, names))
+    config = Config(mesh_shape, dims, Rank((0,) * len(mesh_shape), names))
     made: list[Graphs] = []
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         plan = planned(gm, example_inputs, config=config)
-        made.append(Graphs(plan, localized(plan, config=config), tuple(example_inputs)))
+        made.append(Graphs(plan, localized(plan, config=config), config))
         return gm.forward
 
     torch.compiler.reset()
     torch.compile(model, backend=compile_graph, fullgraph=True, dynamic=False)(*inputs)
     (found,) = made
     return found
-
-
-def ranks_of(mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every coordinate of a mesh."""
-    return list(itertools.product(*map(range, mesh_shape)))
 
 
 def calls(gm: GraphModule, op: Any) -> list[Node]:

@@ -1,6 +1,33 @@
 """Operator rules, one file per family: see :mod:`fxshard.rules.rule` for the interface."""
 
-from fxshard.rules import conv, matmul, norm, pointwise, pool, random, reduce, view  # noqa: F401  importing registers the rules
+from fxshard.rules import (  # noqa: F401  importing registers the rules
+    adaptive_pool,
+    attention,
+    conv,
+    conv_transpose,
+    extremum,
+    factory,
+    indexing,
+    joining,
+    loss,
+    matmul,
+    moments,
+    moving,
+    norm,
+    pad,
+    pointwise,
+    pool,
+    random,
+    reduce,
+    resize,
+    scan,
+    shuffle,
+    slicing,
+    sliding,
+    softmax,
+    vector_norm,
+    view,
+)
 from fxshard.rules.call import OpCall
 from fxshard.rules.rule import Expand, Gather, Row, Rule, emit_same, find_rule, registered, rule
 

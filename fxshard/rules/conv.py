@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fxshard.layout import Placement, Shard
+from fxshard.rules.conv_transpose import emit_transposed, place_transposed
 from fxshard.rules.rule import Choice, Expand, Gather, Row, rule
 from fxshard.rules.stencil import per_dim, replicas, stencil_shards, unpadded
 from fxshard.window import Stencil
@@ -43,18 +44,21 @@ def _geometry(call: OpCall) -> tuple[int, list[Stencil]]:
     return len(call.shape(0)) - dims, stencils
 
 
-@rule(*CONVOLUTIONS, emit=lambda *a: _emit_convolution(*a))
+@rule(*CONVOLUTIONS, emit=lambda *a: _emit_convolution(*a), enters=True)
 def place_convolution(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Fetch the window of a split spatial dimension; leave a split batch alone."""
     return _place(call, at)
 
 
-@rule(aten.convolution.default, emit=lambda *a: _emit_convolution(*a))
+@rule(aten.convolution.default, emit=lambda *a: _emit_base_convolution(*a))
 def place_base_convolution(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Place the form that decompositions use."""
-    if call["transposed"]:
-        return Gather("transposed convolution has no rule yet")
-    return _place(call, at)
+    return place_transposed(call, at) if call["transposed"] else _place(call, at)
+
+
+def _emit_base_convolution(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:
+    emit = emit_transposed if call["transposed"] else _emit_convolution
+    return emit(emitter, call, plan, inputs)
 
 
 def _place(call: OpCall, at: tuple[Placement, ...]) -> Choice:

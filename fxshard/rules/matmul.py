@@ -3,6 +3,7 @@
     linear  x (..., K), w (O, K)   rows split: local       K split: w sliced along K, terms -> Partial(sum)
     mm      a (M, K),  b (K, N)    the same; a column split of b splits the output's columns
     bmm     (B, M, K), (B, K, N)   a split batch, rows or columns are local
+    mv, dot                        a column, and a sum of products
 
 Proof: a product's rows depend on the same rows of the left factor; a sum over K is the sum of the ranks'
 sums.
@@ -86,3 +87,15 @@ def place_added_product(call: OpCall, at: tuple[Placement, ...]) -> Choice:
         return term + (bias if beta == 1 else bias * beta)
 
     return Expand(program)
+
+
+@rule(aten.mv.default, nested=True)
+def place_matrix_vector(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Multiply by a matrix of one column."""
+    return Expand(lambda matrix, vector: aten.mm(matrix, vector.unsqueeze(1)).squeeze(1))
+
+
+@rule(aten.dot.default, nested=True)
+def place_dot(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Sum products."""
+    return Expand(lambda left, right: (left * right).sum())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxshard.layout import Placement, Replicate, Shard
-from fxshard.rules.reduce import LOW_PRECISION
+from fxshard.rules.reduce import wide
 from fxshard.rules.rule import Choice, Expand, Row, rule
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ def _local(call: OpCall, at: tuple[Placement, ...], outputs: int = 1) -> Row:
     return Row((image, *rest), (image, *(Replicate(),) * (outputs - 1)))
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in LOW_PRECISION else x
-
-
 def _affine(x: Tensor, var: Tensor, mean: Tensor, eps: float, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     """Return the normalised x; ``weight`` and ``bias`` broadcast against it."""
     scale = torch.rsqrt(var + eps)
@@ -50,7 +46,7 @@ def _affine(x: Tensor, var: Tensor, mean: Tensor, eps: float, weight: Tensor | N
 def _per_channel(parameter: Tensor | None, x: Tensor) -> Tensor | None:
     if parameter is None:
         return None
-    return _wide(parameter).reshape(1, -1, *(1,) * (x.ndim - 2))
+    return wide(parameter).reshape(1, -1, *(1,) * (x.ndim - 2))
 
 
 def _batch_norm(
@@ -62,10 +58,10 @@ def _batch_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return (y, batch mean, batch inverse deviation, running mean, running variance)."""
-    wide = _wide(x)
+    values = wide(x)
     dims = [0, *range(2, x.ndim)]
-    var, mean = torch.var_mean(wide, dims, correction=0, keepdim=True)
-    y = _affine(wide, var, mean, eps, _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
+    var, mean = torch.var_mean(values, dims, correction=0, keepdim=True)
+    y = _affine(values, var, mean, eps, _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
     count = x.numel() // x.shape[1]
     flat_mean, flat_var = mean.detach().reshape(-1), var.detach().reshape(-1)
     unbiased = flat_var * (count / max(count - 1, 1))
@@ -83,7 +79,7 @@ def _running_norm(
     centre, spread, scale, shift = (_per_channel(p, x) for p in (mean, var, weight, bias))
     assert centre is not None
     assert spread is not None
-    y = _affine(_wide(x), spread, centre, eps, scale, shift).to(x.dtype)
+    y = _affine(wide(x), spread, centre, eps, scale, shift).to(x.dtype)
     return y, x.new_empty(0), x.new_empty(0), mean, var
 
 
@@ -140,18 +136,18 @@ def _layer_norm(outputs: int) -> Any:
     def program(
         x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, *_: Any
     ) -> Any:
-        wide = _wide(x)
-        var, mean = torch.var_mean(wide, list(range(x.ndim - len(shape), x.ndim)), correction=0, keepdim=True)
-        y = _affine(wide, var, mean, eps, weight, bias).to(x.dtype)
+        values = wide(x)
+        var, mean = torch.var_mean(values, list(range(x.ndim - len(shape), x.ndim)), correction=0, keepdim=True)
+        y = _affine(values, var, mean, eps, weight, bias).to(x.dtype)
         return y if outputs == 1 else (y, mean, torch.rsqrt(var + eps))
 
     return program
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float | None) -> Tensor:
-    wide = _wide(x)
-    square = (wide * wide).mean(list(range(x.ndim - len(shape), x.ndim)), keepdim=True)
-    y = wide * torch.rsqrt(square + (torch.finfo(x.dtype).eps if eps is None else eps))
+    values = wide(x)
+    square = (values * values).mean(list(range(x.ndim - len(shape), x.ndim)), keepdim=True)
+    y = values * torch.rsqrt(square + (torch.finfo(x.dtype).eps if eps is None else eps))
     return (y if weight is None else y * weight).to(x.dtype)
 
 
@@ -172,10 +168,10 @@ def _group_norm(
     eps: float,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    wide = _wide(x)
-    grouped = wide.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    values = wide(x)
+    grouped = values.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     var, mean = torch.var_mean(grouped, list(range(2, grouped.ndim)), correction=0, keepdim=True)
-    per_group = (None if p is None else _wide(p).reshape(1, groups, -1, *(1,) * (x.ndim - 2)) for p in (weight, bias))
+    per_group = (None if p is None else wide(p).reshape(1, groups, -1, *(1,) * (x.ndim - 2)) for p in (weight, bias))
     return _affine(grouped, var, mean, eps, *per_group).reshape(x.shape).to(x.dtype)
 
 
@@ -199,11 +195,11 @@ def _instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    wide = _wide(x)
+    values = wide(x)
     if use_input_stats:
-        spread, centre = torch.var_mean(wide, list(range(2, x.ndim)), correction=0, keepdim=True)
+        spread, centre = torch.var_mean(values, list(range(2, x.ndim)), correction=0, keepdim=True)
     else:
         assert mean is not None
         assert var is not None
         spread, centre = (p.reshape(1, -1, *(1,) * (x.ndim - 2)) for p in (var, mean))
-    return _affine(wide, spread, centre, eps, _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)
+    return _affine(values, spread, centre, eps, _per_channel(weight, x), _per_channel(bias, x)).to(x.dtype)

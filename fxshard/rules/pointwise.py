@@ -79,9 +79,9 @@ def aligned(shape: Sequence[int], shard: Shard, out_shape: Sequence[int]) -> Pla
     aten.full_like.default,
     aten.fill.Scalar,
     aten.fill.Tensor,
-    aten.copy.default,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
+    aten._prelu_kernel.default,
     nested=True,
 )
 def place_pointwise(call: OpCall, at: tuple[Placement, ...]) -> Choice:

@@ -1,31 +1,33 @@
 """Pooling: windows like a convolution's, with the operator's own idea of what is outside.
 
-max pool    outside is -inf; the local operator runs on the fetched window without padding
+max pool    outside is -inf; the local operator runs on the fetched window without padding; a position
+            counts in the window, and is moved by the window's offset
 avg pool    outside adds 0; the divisor is the count of positions that the operator counts,
             which near the border is less than the kernel:
                 count(o) = min(s*o - p + k, size + p) - max(s*o - p, -p or 0)   clipped to [0, size)
                            where padding is not counted
-adaptive    bin o covers [floor(o*S/O), ceil((o+1)*S/O)): one bin is a mean; else the bins are rows
-            of a matrix, and a rank contributes the columns that it owns -> Partial(sum)
+
+Adaptive pools are in :mod:`fxshard.rules.adaptive_pool`.
 """
 
 from __future__ import annotations
 
 import math
+import operator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard.layout import Fill, Partial, Placement, Shard
-from fxshard.rules.reduce import LOW_PRECISION
-from fxshard.rules.rule import Choice, Expand, Gather, Row, rule
+from fxshard.layout import Fill, Placement, Shard
+from fxshard.rules.rule import Choice, Gather, Row, rule
 from fxshard.rules.stencil import per_dim, split_dims, stencil_shards, unpadded
+from fxshard.values import tensor_value
 from fxshard.window import Stencil
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
     from torch.fx import Node
 
     from fxshard.emitter import Emitter
@@ -35,14 +37,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 OUTSIDE_MAX = Fill("constant", -math.inf)
 MAX_POOLS = {aten.max_pool1d.default: 1, aten.max_pool2d.default: 2, aten.max_pool3d.default: 3}
+INDEXED_POOLS = {aten.max_pool2d_with_indices.default: 2, aten.max_pool3d_with_indices.default: 3}
 AVG_POOLS = {aten.avg_pool1d.default: 1, aten.avg_pool2d.default: 2, aten.avg_pool3d.default: 3}
-ADAPTIVE_POOLS = {
-    aten.adaptive_avg_pool1d.default: 1,
-    aten.adaptive_avg_pool2d.default: 2,
-    aten.adaptive_avg_pool3d.default: 3,
-    aten._adaptive_avg_pool2d.default: 2,
-    aten._adaptive_avg_pool3d.default: 3,
-}
 
 
 def _geometry(call: OpCall, dims: int) -> tuple[int, list[Stencil]]:
@@ -80,6 +76,74 @@ def _emit_max_pool(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Seque
 
 def _all_split(call: OpCall, plan: NodePlan, first: int) -> bool:
     return split_dims(plan) >= set(range(first, len(call.shape(0))))
+
+
+@rule(*INDEXED_POOLS, emit=lambda *a: _emit_indexed_pool(*a))
+def place_indexed_pool(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Place the maxima; their positions are placed alike."""
+    choice = _place_windows(call, at[0], INDEXED_POOLS[call.op], OUTSIDE_MAX)
+    return Row(choice.inputs, choice.outputs * 2) if isinstance(choice, Row) else choice
+
+
+def _emit_indexed_pool(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> tuple[Node, Node]:
+    """Emit the local maxima and their flat positions in the global image."""
+    first, stencils = _geometry(call, INDEXED_POOLS[call.op])
+    padding = unpadded([s.padding for s in stencils], plan, first)
+    ceil_mode = call["ceil_mode"] and not _all_split(call, plan, first)
+    args, kwargs = call.rebind(inputs, padding=padding, ceil_mode=ceil_mode)
+    both = emitter.call(call.op, *args, **kwargs)
+    values, positions = (emitter.call(operator.getitem, both, i) for i in (0, 1))
+    frames = []
+    for i, (size, stencil) in enumerate(zip(call.shape(0)[first:], stencils, strict=True)):
+        held = plan.inputs[0].shards(first + i)
+        offset = held[0][1].interval(emitter.rank.coords[held[0][0]])[0] if held else 0
+        frames.append(Frame(tensor_value(inputs[0]).shape[first + i], size, offset, stencil.dilation))
+    return values, global_flat(emitter, positions, frames)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where a local image lies in the global one, along one spatial dimension.
+
+    Args:
+        local: The local size.
+        size: The global size.
+        offset: The global position of the first local one; negative where the image begins in the padding.
+        dilation: The pool's; see :func:`global_flat`.
+    """
+
+    local: int
+    size: int
+    offset: int
+    dilation: int = 1
+
+
+def global_flat(emitter: Emitter, flat: Node, frames: Sequence[Frame]) -> Node:
+    """Emit the flat positions in the global image of flat positions in the local one.
+
+    Where all that a window sees is -inf the local operator names the window's first position, which may lie in the
+    padding; ATen names the first one inside the image, which is the position modulo the dilation.
+
+    Args:
+        emitter: Where to.
+        flat: Row-major positions in the local image, int64.
+        frames: One for each spatial dimension.
+    """
+    position = None
+    behind = math.prod(f.local for f in frames)
+    for frame in frames:
+        behind //= frame.local
+        along = emitter.call(aten.div.Scalar_mode, flat, behind, rounding_mode="floor")
+        along = emitter.call(aten.remainder.Scalar, along, frame.local)
+        along = emitter.call(aten.add.Scalar, along, frame.offset)
+        inside = emitter.call(aten.remainder.Scalar, along, frame.dilation)
+        along = emitter.call(aten.where.self, emitter.call(aten.lt.Scalar, along, 0), inside, along)
+        if position is None:
+            position = along
+        else:
+            position = emitter.call(aten.add.Tensor, emitter.call(aten.mul.Scalar, position, frame.size), along)
+    assert position is not None
+    return position
 
 
 @rule(*AVG_POOLS, emit=lambda *a: _emit_avg_pool(*a))
@@ -135,69 +199,3 @@ def _corrected(emitter: Emitter, call: OpCall, plan: NodePlan, y: Node, dim: int
     rank = len(call.out_shape)
     factors = [stencil.kernel / c for c in counts[lo:hi]]
     return emitter.call(aten.mul.Tensor, y, emitter.constant(y, factors, dim - rank))
-
-
-@rule(*ADAPTIVE_POOLS, emit=lambda *a: _emit_adaptive(*a))
-def place_adaptive_pool(call: OpCall, at: tuple[Placement, ...]) -> Choice:
-    """Leave a split batch or channel; average the whole dimension, or contribute to the bins."""
-    (image,) = at
-    assert isinstance(image, Shard)
-    rank, dims = len(call.shape(0)), ADAPTIVE_POOLS[call.op]
-    if image.dim < rank - dims:
-        return Row((image,), (image,))
-    if image.outer != 1:
-        return Gather("the split dimension is a flattened one")
-    if all(size == 1 for size in call.out_shape[rank - dims :]):
-        return Expand(_global_mean(dims))
-    value = call.output_values[0]
-    if value is not None and value.dtype in LOW_PRECISION:
-        return Expand(_adaptive_in_float32(call.op))
-    if call.out_shape[image.dim] == call.shape(0)[image.dim]:
-        return Row((image,), (image,))
-    return Row((image,), (Partial(),))
-
-
-def _global_mean(dims: int) -> Any:
-    def program(x: Tensor, output_size: Sequence[int]) -> Tensor:
-        return x.mean(list(range(x.ndim - dims, x.ndim)), keepdim=True)
-
-    return program
-
-
-def _adaptive_in_float32(op: torch._ops.OpOverload) -> Any:
-    def program(x: Tensor, output_size: Sequence[int]) -> Tensor:
-        return op(x.float(), output_size).to(x.dtype)
-
-    return program
-
-
-def bin_weights(size: int, bins: int, lo: int, hi: int) -> list[list[float]]:
-    """Return the adaptive pool's matrix, one row a bin, for input positions ``[lo, hi)``.
-
-    Example:
-        >>> bin_weights(3, 2, 0, 3)
-        [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
-    """
-    edges = [(b * size // bins, -(-(b + 1) * size // bins)) for b in range(bins)]
-    return [[1 / (end - start) if start <= i < end else 0.0 for i in range(lo, hi)] for start, end in edges]
-
-
-def _emit_adaptive(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:
-    """Emit the bins of the split dimensions as products, then the operator on the others."""
-    y, rank, dims = inputs[0], len(call.shape(0)), ADAPTIVE_POOLS[call.op]
-    sizes = list(call.out_shape[rank - dims :])
-    for axis, shard in enumerate(plan.inputs[0]):
-        if isinstance(shard, Shard) and shard.dim >= rank - dims:
-            if isinstance(plan.outputs[0][axis], Partial):
-                y = _binned(emitter, call, y, shard, shard.interval(emitter.rank.coords[axis]))
-            else:
-                sizes[shard.dim - rank + dims] = shard.length(emitter.rank.coords[axis])
-    return emitter.call(call.op, y, sizes)
-
-
-def _binned(emitter: Emitter, call: OpCall, x: Node, shard: Shard, interval: tuple[int, int]) -> Node:
-    weights = bin_weights(call.shape(0)[shard.dim], call.out_shape[shard.dim], *interval)
-    matrix = emitter.constant(x, weights, -2)
-    moved = emitter.call(aten.transpose.int, x, shard.dim, -1)
-    product = emitter.call(aten.matmul.default, moved, emitter.call(aten.t.default, matrix))
-    return emitter.call(aten.transpose.int, product, shard.dim, -1)

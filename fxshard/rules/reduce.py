@@ -1,21 +1,22 @@
 """Reductions: over other dimensions they are local, over a split one they leave a term on each rank.
 
-sum   : partial sums                                  -> Partial(sum)
-mean  : partial sums over the global count            -> Partial(sum)
-var   : merged from each rank's (count, mean, M2), in float32 or wider:
-        mean = sum_r n_r m_r / N,   M2 = sum_r (M2_r + n_r (m_r - mean)^2)
-        (Chan, Golub and LeVeque, 1979)
+    sum, nansum, count_nonzero   partial sums                           -> Partial(sum)
+    mean                         partial sums over the global count     -> Partial(sum)
+    prod                         the product of the ranks' products     -> Replicate
+    logsumexp                    log(sum(exp(x - m))) + m               m the extremum of all ranks
+
+Values of 16 bits are accumulated in float32.  Variances are in :mod:`fxshard.rules.moments`, maxima in
+:mod:`fxshard.rules.extremum`, norms in :mod:`fxshard.rules.vector_norm`.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard.layout import Partial, Placement, Replicate, Shard
+from fxshard.layout import Layout, Partial, Placement, Replicate, Shard
 from fxshard.rules.rule import Choice, Expand, Row, rule
 
 if TYPE_CHECKING:
@@ -47,30 +48,66 @@ def surviving(shard: Shard, dims: Sequence[int], *, keepdim: bool) -> Shard:
     return Shard(shard.dim - dropped, shard.bounds, shard.outer)
 
 
-def _accumulated_wider(call: OpCall) -> Choice:
-    """Sum 16-bit values in float32 until every rank's term is in."""
-    op, dtype = call.op, call.output_values[0].dtype  # type: ignore[union-attr]
+def local_reduction(call: OpCall, at: tuple[Placement, ...]) -> Row | None:
+    """Return the row of a reduction that leaves the split dimension alone, None where it reduces it."""
+    (shard,) = at
+    assert isinstance(shard, Shard)
+    dims = reduced_dims(call)
+    if shard.dim in dims:
+        return None
+    kept = surviving(shard, dims, keepdim=bool(call.arguments.get("keepdim")))
+    return Row(at, (kept,) * len(call.output_values))
 
-    def program(*args: Any) -> Any:
-        return op(*args[:-1], dtype=torch.float32).to(dtype)
 
-    return Expand(program)
+def reduced_axes(layout: Layout, dims: Sequence[int]) -> list[tuple[int, Shard]]:
+    """Return ``(axis, shard)`` for each mesh axis that splits one of ``dims``."""
+    return [(axis, shard) for dim in sorted(set(dims)) for axis, shard in layout.shards(dim)]
 
 
-def _is_low_precision(call: OpCall) -> bool:
+def rank_table(emitter: Emitter, x: Node, axis: int, ranks: int) -> Node:
+    """Emit the stack of the ranks' values along one mesh axis, ``(ranks, *x.shape)``; each gets its own gradient."""
+    one_each = Shard(0, tuple(range(ranks + 1)))
+    return emitter.all_gather(emitter.call(aten.unsqueeze.default, x, 0), axis, one_each)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return 16-bit values in float32, others as they are.
+
+    Example:
+        >>> wide(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    return x.float() if x.dtype in LOW_PRECISION else x
+
+
+def is_low_precision(call: OpCall) -> bool:
+    """Return whether the first output has 16 bits."""
     value = call.output_values[0]
     return value is not None and value.dtype in LOW_PRECISION
+
+
+def in_float32(call: OpCall) -> Expand:
+    """Return the call with the image in float32, its floating results brought back to 16 bits."""
+    op, dtypes = call.op, [v.dtype for v in call.output_values if v is not None]
+
+    def program(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dtype") in LOW_PRECISION:
+            kwargs["dtype"] = torch.float32
+        results = op(x.float(), *args, **kwargs)
+        if isinstance(results, torch.Tensor):
+            return results.to(dtypes[0])
+        return tuple(r.to(dtype) for r, dtype in zip(results, dtypes, strict=True))
+
+    return Expand(program)
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList, nested=True)
 def place_sum(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Leave partial sums where the split dimension is summed."""
-    (shard,) = at
-    assert isinstance(shard, Shard)
-    dims = reduced_dims(call)
-    if shard.dim not in dims:
-        return Row(at, (surviving(shard, dims, keepdim=bool(call.arguments.get("keepdim"))),))
-    return _accumulated_wider(call) if _is_low_precision(call) else Row(at, (Partial(),))
+    row = local_reduction(call, at)
+    if row is not None:
+        return row
+    return in_float32(call) if is_low_precision(call) else Row(at, (Partial(),))
 
 
 @rule(aten.mean.default, aten.mean.dim, emit=lambda *a: _emit_mean(*a), nested=True)
@@ -89,59 +126,56 @@ def _emit_mean(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[
     return emitter.call(aten.div.Scalar, total, float(math.prod(call.shape(0)[d] for d in dims)))
 
 
-@rule(aten.var_mean.correction, emit=lambda *a: _emit_var_mean(*a), nested=True)
-def place_var_mean(call: OpCall, at: tuple[Placement, ...]) -> Choice:
-    """Merge the moments of the ranks where the split dimension is reduced; both results are whole."""
-    (shard,) = at
-    assert isinstance(shard, Shard)
-    dims = reduced_dims(call)
-    if shard.dim not in dims:
-        return Row(at, (surviving(shard, dims, keepdim=bool(call["keepdim"])),) * 2)
-    if _is_low_precision(call):
-        return Expand(_var_mean_in_float32)
-    return Row(at, (Replicate(), Replicate()))
+@rule(aten.nansum.default, nested=True)
+def place_nansum(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Sum with zeros in the place of NaN."""
+    return local_reduction(call, at) or Expand(_nansum)
 
 
-def _var_mean_in_float32(x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    var, mean = aten.var_mean.correction(x.float(), *args, **kwargs)
-    return var.to(x.dtype), mean.to(x.dtype)
+def _nansum(
+    x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    return x.masked_fill(x.isnan(), 0).sum(list(range(x.ndim)) if dim is None else dim, keepdim, dtype=dtype)
 
 
-def _emit_var_mean(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node | tuple[Node, ...]:
-    """Emit local moments, one gather of them for each split axis, and the merge."""
-    dims, keepdim = list(reduced_dims(call)), bool(call["keepdim"])
-    axes = [(a, p) for a, p in enumerate(plan.inputs[0]) if isinstance(p, Shard) and p.dim in dims]
-    if not axes:
-        args, kwargs = call.rebind(inputs)
-        return emitter.call(call.op, *args, **kwargs)
-    count = math.prod(call.shape(0)[d] for d in dims)
-    correction = 1 if call["correction"] is None else call["correction"]
-    moments = emitter.call(aten.var_mean.correction, inputs[0], dims, correction=0, keepdim=keepdim)
-    pair = [emitter.call(operator.getitem, moments, i) for i in (0, 1)]
-    stacked = emitter.call(aten.stack.default, pair, 0)
-    for axis, shard in axes:
-        stacked = _merge_moments(emitter, stacked, axis, shard)
-    var = emitter.call(aten.select.int, stacked, 0, 0)
-    mean = emitter.call(aten.select.int, stacked, 0, 1)
-    divisor = max(0.0, count - correction)
-    scaled = emitter.call(aten.mul.Scalar, var, count / divisor if divisor else math.inf)
-    return scaled, mean
+@rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList, nested=True)
+def place_count(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Sum over what is not zero."""
+    return local_reduction(call, at) or Expand(_count_nonzero)
 
 
-def _merge_moments(emitter: Emitter, stacked: Node, axis: int, shard: Shard) -> Node:
-    """Merge (biased variance, mean), stacked in dimension 0, over the ranks of one axis."""
-    share = shard.length(emitter.rank.coords[axis]) / shard.size
-    variance = emitter.call(aten.select.int, stacked, 0, 0)
-    weight = emitter.call(aten.full_like.default, variance, share)
-    row = emitter.call(aten.cat.default, [stacked, emitter.call(aten.unsqueeze.default, weight, 0)], 0)
-    one_each = Shard(0, tuple(range(shard.ranks + 1)))
-    table = emitter.all_gather(emitter.call(aten.unsqueeze.default, row, 0), axis, one_each)
-    variances, means, weights = (emitter.call(aten.select.int, table, 1, i) for i in range(3))
-    mean = _weighted_sum(emitter, means, weights)
-    away = emitter.call(aten.sub.Tensor, means, mean)
-    spread = emitter.call(aten.add.Tensor, variances, emitter.call(aten.mul.Tensor, away, away))
-    return emitter.call(aten.stack.default, [_weighted_sum(emitter, spread, weights), mean], 0)
+def _count_nonzero(x: Tensor, dim: Sequence[int] | int | None = None) -> Tensor:
+    dims = list(range(x.ndim)) if dim is None else [dim] if isinstance(dim, int) else dim
+    return (x != 0).sum(dims)
 
 
-def _weighted_sum(emitter: Emitter, terms: Node, weights: Node) -> Node:
-    return emitter.call(aten.sum.dim_IntList, emitter.call(aten.mul.Tensor, terms, weights), [0])
+@rule(aten.logsumexp.default, nested=True)
+def place_logsumexp(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Sum exponentials of what is left of the maximum over all ranks."""
+    return local_reduction(call, at) or Expand(_logsumexp)
+
+
+def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+    values = wide(x) if x.is_floating_point() else x.to(torch.get_default_dtype())
+    most = values.detach().amax(dim, keepdim=True)
+    most = most.masked_fill(most.isinf(), 0)
+    kept = (values - most).exp().sum(dim, keepdim=True).log() + most
+    kept = kept if x.dtype not in LOW_PRECISION else kept.to(x.dtype)
+    return kept if keepdim else kept.squeeze(dim)
+
+
+@rule(aten.prod.default, aten.prod.dim_int, emit=lambda *a: _emit_product(*a), nested=True)
+def place_product(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Multiply the ranks' products; autograd of the last product knows about zeros."""
+    row = local_reduction(call, at)
+    if row is not None:
+        return row
+    return in_float32(call) if is_low_precision(call) else Row(at, (Replicate(),))
+
+
+def _emit_product(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:
+    args, kwargs = call.rebind(inputs)
+    product = emitter.call(call.op, *args, **kwargs)
+    for axis, shard in reduced_axes(plan.inputs[0], reduced_dims(call)):
+        product = emitter.call(aten.prod.dim_int, rank_table(emitter, product, axis, shard.ranks), 0)
+    return product

@@ -10,7 +10,7 @@ Every mode of ``torch.nn.functional.interpolate`` is linear and separable: along
     nearest-exact   i = floor(q (o + 1/2))                                  w = 1
     linear          i, i + 1              l = r - i                         w = 1 - l, l
     cubic           i - 1 ... i + 2       Keys' kernel, A = -0.75           clamped to the image
-    linear-aa, cubic-aa                   the kernel, stretched by q > 1, normalised over the image
+    linear-aa, cubic-aa, lanczos-aa       a kernel, stretched by q > 1, normalised over the image
 
     outputs of rank 1          [o0 ------------- o1)
     positions they read    [lo ------------------------ hi)       clamped only at the image's ends
@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from fxshard.layout import Interval, spread_bounds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-Kind: TypeAlias = Literal["nearest", "nearest-exact", "linear", "cubic", "linear-aa", "cubic-aa"]
+Kind: TypeAlias = Literal["nearest", "nearest-exact", "linear", "cubic", "linear-aa", "cubic-aa", "lanczos-aa"]
 Taps: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
 """The positions that one output reads, and their weights."""
 
@@ -52,9 +52,9 @@ class Resample:
         out_size: Output positions.
         scale: The scale factor that the caller gave, which then counts in place of ``out_size / in_size``.
         align_corners: Whether the outer pixels' centres are matched in place of their edges.
-        double: Whether nearest modes compute in float64 (ATen on a CPU, contiguous images in float64).
-        copies: Whether equal sizes are copied whatever the scale (ATen on a CPU, linear and channels-last nearest).
-        narrow_floor: Whether a float64 position is rounded to float32 before it is floored (ATen on a CPU).
+        double: Whether nearest modes compute in float64.
+        narrow_floor: Whether a float64 position is rounded to float32 before it is floored (ATen on a CPU); nearest
+            modes then compute in float64 or float32, as the whole image's memory format and size decide.
     """
 
     kind: Kind
@@ -63,7 +63,6 @@ class Resample:
     scale: float | None = None
     align_corners: bool = False
     double: bool = False
-    copies: bool = False
     narrow_floor: bool = False
 
     @property
@@ -75,8 +74,26 @@ class Resample:
 
     @property
     def backward(self) -> Resample:
-        """The map whose transpose ATen's backward applies: for nearest modes on a CPU not always the forward's."""
-        return replace(self, double=False, copies=True) if self.kind == "nearest" and self.narrow_floor else self
+        """The map whose transpose ATen's backward applies: nearest modes compute in float32 there."""
+        return replace(self, double=False)
+
+    @property
+    def kernels(self) -> tuple[Resample, ...]:
+        """The maps that ATen's operator may apply to a part of the image."""
+        if self.narrow_floor and self.kind.startswith("nearest"):
+            return replace(self, double=False), replace(self, double=True)
+        return (self,)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the operator applies this map whatever the rest of the image is like."""
+        return all(all_taps(kernel) == all_taps(self) for kernel in self.kernels)
+
+    @property
+    def is_special(self) -> bool:
+        """Whether some of ATen's kernels ignore the scale factor: the output is as large as the input or twice that."""
+        factor, rest = divmod(self.out_size, self.in_size)
+        return rest == 0 and factor in (1, 2) and self.scale not in (None, float(factor))
 
     def position(self, out: int) -> float:
         """Return where output ``out`` lies among the input positions."""
@@ -96,8 +113,6 @@ class Resample:
         return self._cubic(out) if self.kind == "cubic" else self._antialiased(out)
 
     def _picked(self, out: int) -> int:
-        if self.copies and self.in_size == self.out_size:
-            return out
         shift = 0.5 if self.kind == "nearest-exact" else 0.0
         if not self.double:
             real = (out + shift) * _float32(self.step)
@@ -111,8 +126,6 @@ class Resample:
         return below, min(max(real - below, 0.0), 1.0)
 
     def _linear(self, out: int) -> Taps:
-        if self.copies and self.in_size == self.out_size:
-            return (out, out), (1.0, 0.0)
         below, above = self._floored(max(self.position(out), 0.0))
         return (below, min(below + 1, self.in_size - 1)), (1.0 - above, above)
 
@@ -122,14 +135,14 @@ class Resample:
         return places, tuple(keys_kernel(abs(t - k), -0.75) for k in (-1, 0, 1, 2))
 
     def _antialiased(self, out: int) -> Taps:
-        radius = 2.0 if self.kind == "cubic-aa" else 1.0
+        radius, kernel = ANTIALIASING[self.kind]
         stretch = max(self.step, 1.0)
         centre, support = self.step * (out + 0.5), radius * stretch
         first = max(int(centre - support + 0.5), 0)
         most = math.ceil(support) * 2 + 1
         count = min(max(min(int(centre + support + 0.5), self.in_size) - first, 0), most)
         offsets = [(first + j - centre + 0.5) / stretch for j in range(count)]
-        weights = [keys_kernel(abs(x), -0.5) if self.kind == "cubic-aa" else max(1 - abs(x), 0.0) for x in offsets]
+        weights = [kernel(abs(x)) for x in offsets]
         total = sum(weights) or 1.0
         places = [min(first + j, first + count - 1) for j in range(most)]  # as many for every output
         return tuple(places), tuple([w / total for w in weights] + [0.0] * (most - count))
@@ -153,6 +166,21 @@ def keys_kernel(x: float, a: float) -> float:
     return ((a * x - 5 * a) * x + 8 * a) * x - 4 * a if x < 2 else 0.0
 
 
+def lanczos_kernel(x: float) -> float:
+    """Return Lanczos' kernel with three lobes at the distance ``x >= 0``."""
+    if x >= 3:
+        return 0.0
+    return 1.0 if x == 0 else 3 * math.sin(math.pi * x) * math.sin(math.pi * x / 3) / (math.pi * x) ** 2
+
+
+ANTIALIASING: dict[Kind, tuple[float, Callable[[float], float]]] = {
+    "linear-aa": (1.0, lambda x: max(1.0 - x, 0.0)),
+    "cubic-aa": (2.0, lambda x: keys_kernel(x, -0.5)),
+    "lanczos-aa": (3.0, lanczos_kernel),
+}
+"""The radius and kernel of each mode with antialiasing."""
+
+
 @lru_cache(maxsize=256)
 def all_taps(resample: Resample) -> tuple[Taps, ...]:
     """Return the taps of every output."""
@@ -173,6 +201,11 @@ class SplitResample:
     bounds: tuple[int, ...]
     windows: tuple[Interval, ...]
     computed: tuple[Interval, ...] | None
+
+    @property
+    def shares(self) -> tuple[Interval, ...]:
+        """Which outputs each rank owns."""
+        return tuple(itertools.pairwise(self.bounds))
 
 
 @lru_cache(maxsize=256)
@@ -211,7 +244,7 @@ def _read(resample: Resample, lo: int, hi: int) -> Interval:
 def _commutes(resample: Resample, window: Interval, computed: Interval, share: Interval) -> bool:
     """Whether resizing the window gives the outputs of ``share`` as resizing the image does."""
     local = replace(resample, in_size=window[1] - window[0], out_size=computed[1] - computed[0])
-    for whole, part in ((resample, local), (resample.backward, local.backward)):
+    for whole, part in (*((resample, kernel) for kernel in local.kernels), (resample.backward, local.backward)):
         rows, local_rows = all_taps(whole), all_taps(part)
         if not all(_same(rows[o], local_rows[o - computed[0]], window[0]) for o in range(*share)):
             return False

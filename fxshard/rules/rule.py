@@ -90,19 +90,25 @@ class Rule:
         emit: The local program.
         nested: Whether the rule is right when two axes split the same dimension.
         always: Whether ``place`` is asked although every input is replicated.
+        enters: Whether the operator is worth splitting a replicated map for: its first input is the image.
     """
 
     place: Place
     emit: Emit = emit_same
     nested: bool = False
     always: bool = False
+    enters: bool = False
 
 
 _RULES: dict[torch._ops.OpOverload | torch.Tag, Rule] = {}
 
 
 def rule(
-    *ops: torch._ops.OpOverload | torch.Tag, emit: Emit = emit_same, nested: bool = False, always: bool = False
+    *ops: torch._ops.OpOverload | torch.Tag,
+    emit: Emit = emit_same,
+    nested: bool = False,
+    always: bool = False,
+    enters: bool = False,
 ) -> Callable[[Place], Place]:
     """Register the decorated function as the placement rule of ``ops``.
 
@@ -112,6 +118,7 @@ def rule(
         emit: The local program, see :class:`Rule`.
         nested: Whether two axes may split the same dimension.
         always: Whether to ask although every input is replicated.
+        enters: Whether to split a replicated map again for this operator.
 
     Raises:
         FxShardError: An operator has a rule already.
@@ -122,7 +129,7 @@ def rule(
             if op in _RULES:
                 msg = f"{op} has a rule already ({_RULES[op].place.__module__}); an operator has one rule"
                 raise FxShardError(msg)
-            _RULES[op] = Rule(place, emit, nested, always)
+            _RULES[op] = Rule(place, emit, nested, always, enters)
         return place
 
     return register

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxshard.layout import Placement, Replicate, Shard, spread_bounds
+from fxshard.layout import Placement, Shard, spread_bounds
 from fxshard.rules.rule import Choice, Gather, Row, rule
 
 if TYPE_CHECKING:
@@ -165,9 +165,3 @@ def place_expand(call: OpCall, at: tuple[Placement, ...]) -> Choice:
 
 def _emit_expand(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:
     return emitter.call(aten.expand.default, inputs[0], emitter.local_shape(call.out_shape, plan.outputs[0]))
-
-
-@rule(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
-def place_new(call: OpCall, at: tuple[Placement, ...]) -> Choice:
-    """Only the dtype and device of the input matter; the result is whole on every rank."""
-    return Row(at, (Replicate(),))

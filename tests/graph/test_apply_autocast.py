@@ -290,13 +290,40 @@ def test_checkpointed_regions_are_cast_inside() -> None:
     def forward(net: Net, x: Tensor) -> Any:
         y = checkpoint(lambda y: net.conv(y).relu(), x * 2, use_reentrant=False)
         with region(enabled=False):
-            return checkpoint(lambda y: net.up(y), y.float(), use_reentrant=False)
+            return checkpoint(net.up, y.float(), use_reentrant=False)
 
     result, compiler = compared(forward)
     assert result.exact(0.0), result
     assert compiler.applied is not None
     bodies = [m for name, m in compiler.applied.named_children() if name.startswith("autocast_")]
     assert [[n.target for n in body.graph.nodes].count(CAST) for body in bodies] == [3, 0]  # type: ignore[union-attr]
+
+
+def test_other_subgraphs_are_refused_under_autocast_only() -> None:
+    def forward(net: Net, x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda y: y @ y.mT, lambda y: y @ y.mT * 2, (x,))
+
+    model = Under(Net(forward), BF16)
+    compiled(model)
+    with pytest.raises(
+        BackendCompilerFailed, match=r"(?s)autocast does to .*cond.*only those of activation checkpointing"
+    ):
+        model(torch.ones(2, 4, 5, 6))
+
+    class Applied(Compiler):
+        def __call__(self, gm: GraphModule, inputs: Any) -> Any:
+            self.given, self.applied = gm, apply_autocast(gm, inputs)
+            return self.applied
+
+    def disabled(net: Net, x: Tensor) -> Any:
+        with region(enabled=False):
+            return forward(net, x)
+
+    torch.compiler.reset()
+    model, compiler = Under(Net(disabled), BF16), Applied()
+    model.compile(backend=compiler, fullgraph=True, dynamic=False)
+    assert model(torch.ones(2, 4, 5, 6)).dtype == FP32
+    assert compiler.applied is not compiler.given
 
 
 def test_a_dtype_that_the_trace_does_not_explain_is_refused_with_the_users_line() -> None:

@@ -1,0 +1,72 @@
+"""One rank of a program that knows fxshard by the backend's name only; prints what happened as JSON.
+
+Run with torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+RANK = int(os.environ["RANK"])
+OPTIONS = {"inner_backend": "eager"}
+
+
+class Net(nn.Module):
+    """Two convolutions; the second rank's loader may break."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3, 2, 1)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y
+
+
+def compiled(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    torch.compiler.reset()
+    net: Callable[[Tensor], Tensor] = torch.compile(model, backend="fxshard", options=OPTIONS)
+    return net
+
+
+def failure(call: Callable[[], Any]) -> dict[str, Any]:
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+        classes = [c.__name__ for c in type(error).__mro__]
+        return {"classes": classes, "text": str(error), "seconds": time.monotonic() - start}
+    return {"classes": [], "text": "", "seconds": time.monotonic() - start}
+
+
+def broken_loader() -> Tensor:
+    msg = "the loader broke"
+    raise ValueError(msg)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    image = torch.randn(1, 3, 9, 21, dtype=torch.float64)
+    imported_before = "fxshard" in sys.modules
+    net = compiled(Net())
+    error = (net(image) - Net()(image)).abs().max().item()
+    weights = failure(lambda: compiled(Net(seed=RANK))(image))
+    last = compiled(Net())
+    raised_before = failure(lambda: last(broken_loader() if RANK == 1 else image))
+    said = {"imported_before": imported_before, "error_of_agreeing": error, "weights": weights}
+    print(json.dumps({**said, "raised_before": raised_before}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Ranks that disagree get a clear error, every one of them and soon; none waits in a collective.
+
+Each rank catches what it gets and reports it, so the pool stays in step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from fxshard.api import transform
+from fxshard.compare import Case, Difference, compare_models
+from fxshard.errors import FxShardError
+from fxshard.workers import mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fxshard.workers import RankPool
+
+RANKS = 2
+LIMIT_S = 30.0
+SCRIPT = Path(__file__).parent / "fresh_interpreter.py"
+
+
+class Net(nn.Module):
+    """A convolution and, on request, drop-out."""
+
+    def __init__(self, kernel: int = 3, rate: float = 0.0) -> None:
+        super().__init__()
+        self.conv, self.drop = nn.Conv2d(3, 4, kernel, padding=kernel // 2), nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.drop(self.conv(x))
+        return y
+
+
+class Branch(nn.Module):
+    """Code that depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if y.mean() > 0:  # the line
+            y = y * 2
+        z: Tensor = self.second(y)
+        return z
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank runs.
+
+    Args:
+        seed: Of the weights.
+        batch_seed: Of the image.
+        drawn_seed: Set before the call.
+        width: Of the image.
+        kernel: Of the convolution.
+        rate: Of the drop-out.
+        options: Options of the transform.
+        evaluate: Whether the model is in eval mode.
+    """
+
+    seed: int = 0
+    batch_seed: int = 0
+    drawn_seed: int = 0
+    width: int = 16
+    kernel: int = 3
+    rate: float = 0.0
+    options: tuple[tuple[str, Any], ...] = ()
+    evaluate: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank got: an error, or none.
+
+    Args:
+        kind: The error's class; empty for none.
+        text: Its message.
+        is_ours: Whether it is an FxShardError.
+        seconds: How long it took.
+    """
+
+    kind: str
+    text: str
+    is_ours: bool
+    seconds: float
+
+
+def through_transform(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    return transform(model, **options)
+
+
+def through_compile(model: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(model, backend="fxshard", options=options, fullgraph=True)
+    return compiled
+
+
+WAYS = {"transform": through_transform, "compile": through_compile}
+
+
+def outcome(call: Callable[[], Any]) -> Outcome:
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test judges it
+        return Outcome(type(error).__name__, str(error), isinstance(error, FxShardError), time.monotonic() - start)
+    return Outcome("", "", False, time.monotonic() - start)
+
+
+def run_program(rank: int, way: str, programs: list[Program]) -> Outcome:
+    """Run this rank's program once (in a rank process)."""
+    program = programs[rank]
+    torch.compiler.reset()
+    torch.manual_seed(program.seed)
+    model = Net(program.kernel, program.rate).double().train(not program.evaluate)
+    torch.manual_seed(program.batch_seed)
+    image = torch.randn(2, 3, 8, program.width, dtype=torch.float64)
+    options = {"mesh": mesh((RANKS,)), "placements": [Shard(3)], "inner_backend": "eager", **dict(program.options)}
+    net = WAYS[way](model, options)
+    torch.manual_seed(program.drawn_seed)
+    return outcome(lambda: net(image))
+
+
+# id: what rank 1 runs when rank 0 runs the default, and the line that says so
+DISAGREEMENTS: dict[str, tuple[Program, Program, str]] = {
+    "weights": (Program(), Program(seed=1), "parameter and buffer values: rank 0 has "),
+    "architecture": (Program(), Program(kernel=5), "captured graph: rank 0 has "),
+    "shape": (Program(), Program(width=20), "input shapes: rank 0 has [(2, 3, 8, 16)], rank 1 has [(2, 3, 8, 20)]"),
+    "batch": (Program(), Program(batch_seed=1), "input values: rank 0 has "),
+    "mode": (Program(rate=0.5), Program(rate=0.5, evaluate=True), "captured graph: rank 0 has "),
+    "generator": (Program(rate=0.5), Program(rate=0.5, drawn_seed=1), "generator state: rank 0 has "),
+    "placements": (Program(), Program(options=(("placements", [Shard(2)]),)), "dims=(2,)"),
+    "inner-backend": (Program(), Program(options=(("inner_backend", "aot_eager"),)), "inner_backend='aot_eager'"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_every_rank_is_told_what_differs(pool: RankPool, name: str, way: str) -> None:
+    first, second, line = DISAGREEMENTS[name]
+    for found in pool.run(run_program, way, [first, second], ranks=RANKS):
+        assert (found.kind, found.is_ours) == ("RankMismatchError", True), found.text
+        assert "the ranks disagree" in found.text
+        assert line in found.text
+        assert "give every rank of the spatial mesh the same model, parameters, seed, batch and options" in found.text
+        assert found.seconds < LIMIT_S
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_that_agree_run(pool: RankPool, way: str) -> None:
+    drawn = Program(rate=0.5)
+    not_drawn = [Program(drawn_seed=0), Program(drawn_seed=1)]  # a model that does not draw may find any state
+    for programs in ([Program(), Program()], [drawn, drawn], not_drawn):
+        assert [found.text for found in pool.run(run_program, way, programs, ranks=RANKS)] == ["", ""]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_cannot_plan_tells_the_others_why(pool: RankPool, way: str) -> None:
+    wrong = Program(options=(("placements", [Shard(5)]),))
+    other, own = pool.run(run_program, way, [Program(), wrong], ranks=RANKS)
+    assert other.kind == "RankMismatchError"
+    assert "compilation failed on 1 of 2 ranks: rank 1: placements split dim 5" in other.text
+    assert own.is_ours
+    assert "placements split dim 5" in own.text
+    both = pool.run(run_program, way, [wrong, wrong], ranks=RANKS)
+    assert [found.kind for found in both] == ["PlanError", "PlanError"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_unknown_option_is_refused_before_anything_runs(pool: RankPool, way: str) -> None:
+    if way == "transform":
+        with pytest.raises(TypeError, match="unexpected keyword argument 'placement'"):
+            transform(Net(), placement=[Shard(3)])  # type: ignore[call-arg]
+        return
+    wrong = Program(options=(("placement", [Shard(3)]),))
+    for found in pool.run(run_program, way, [wrong, wrong], ranks=RANKS):
+        assert found.is_ours
+        assert "unknown options ['placement']; backend='fxshard' takes options with mesh, placements" in found.text
+
+
+def capture_branch(rank: int, way: str) -> Outcome:
+    torch.compiler.reset()
+    options = {"mesh": mesh((RANKS,)), "placements": [Shard(3)], "inner_backend": "eager"}
+    net = WAYS[way](Branch(), options)
+    return outcome(lambda: net(torch.randn(1, 3, 8, 16)))
+
+
+@pytest.mark.parametrize(("way", "kind"), [("transform", "CaptureError"), ("compile", "Unsupported")])
+def test_a_branch_on_data_is_refused_with_the_user_s_line(pool: RankPool, way: str, kind: str) -> None:
+    source = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(source, 1) if text.endswith("# the line"))
+    for found in pool.run(capture_branch, way, ranks=RANKS):
+        assert found.kind == kind
+        assert f'test_agreement.py", line {line}, in forward' in found.text
+        assert "if y.mean() > 0:" in found.text
+        assert found.seconds < LIMIT_S
+        if way == "transform":
+            assert found.is_ours
+            assert found.text.startswith("Branch cannot be captured whole: ")
+
+
+def build_branch() -> tuple[nn.Module, tuple[Tensor]]:
+    return Branch(), (torch.randn(1, 3, 8, 16),)
+
+
+def compare_pieces(rank: int, case: Case) -> Difference:
+    options = {"mesh": mesh(case.mesh_shape), "placements": [Shard(3)], "inner_backend": case.inner_backend}
+    return compare_models(case, lambda model: torch.compile(model, backend="fxshard", options=options))
+
+
+def test_a_model_that_torch_compile_breaks_into_pieces_stays_exact(pool: RankPool) -> None:
+    for found in pool.run(compare_pieces, Case(build_branch), ranks=RANKS):
+        assert found.exact(), str(found)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def launch(rank: int, port: int) -> subprocess.Popen[str]:
+    """Start the script as torchrun would; it never imports fxshard."""
+    environment = {
+        **os.environ,
+        **{"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"},
+    }
+    command = [sys.executable, str(SCRIPT)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fresh_interpreters() -> list[dict[str, Any]]:
+    """Run the script on every rank and return what each says."""
+    port = free_port()
+    processes = [launch(rank, port) for rank in range(RANKS)]
+    try:
+        results = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(output.splitlines()[-1]) for output, _ in results]
+
+
+def test_a_fresh_interpreter_finds_the_backend_and_gets_clear_errors() -> None:
+    said = fresh_interpreters()
+    for rank, found in enumerate(said):
+        assert not found["imported_before"]
+        assert found["error_of_agreeing"] <= 1e-12
+        assert found["weights"]["classes"][0] == "RankMismatchError"
+        assert "FxShardError" in found["weights"]["classes"]
+        assert "parameter and buffer values: rank 0 has " in found["weights"]["text"]
+        assert found["weights"]["seconds"] < LIMIT_S
+        absent = found["raised_before"]
+        if rank == 1:
+            assert (absent["classes"][0], absent["text"]) == ("ValueError", "the loader broke")
+        else:
+            assert absent["classes"][0] == "RankMismatchError"
+            assert "rank 1 of the mesh did not compile this graph within 25 s: it raised before, or" in absent["text"]
+            assert absent["seconds"] < LIMIT_S

@@ -1,0 +1,93 @@
+"""Normalisations take the statistics of the whole image and leave one device's buffers behind."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+
+from fxshard.compare import Case
+from tests.ranks.checks import assert_exact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from fxshard.workers import RankPool
+
+CHANNELS = 4
+
+
+def conv() -> nn.Conv2d:
+    return nn.Conv2d(3, CHANNELS, 3, padding=1)
+
+
+class Volume(nn.Module):
+    """A normalisation of volumes, applied to the image as two slices."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.stack([x, x.cos()], 2)).mean(2)
+
+
+class Pixels(nn.Module):
+    """A normalisation of the last dimensions, applied to channels-last pixels."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(CHANNELS),
+    "batch-plain": lambda: nn.BatchNorm2d(CHANNELS, affine=False, eps=1e-3),
+    "batch-untracked": lambda: nn.BatchNorm2d(CHANNELS, track_running_stats=False),
+    "batch-3d": lambda: Volume(nn.BatchNorm3d(CHANNELS, momentum=0.3)),
+    "synchronised-batch": lambda: nn.SyncBatchNorm(CHANNELS),
+    "instance": lambda: nn.InstanceNorm2d(CHANNELS),
+    "instance-affine": lambda: nn.InstanceNorm2d(CHANNELS, affine=True),
+    "instance-tracked": lambda: nn.InstanceNorm2d(CHANNELS, affine=True, track_running_stats=True, momentum=0.2),
+    "group": lambda: nn.GroupNorm(2, CHANNELS),
+    "group-plain-3d": lambda: Volume(nn.GroupNorm(CHANNELS, CHANNELS, affine=False)),
+    "layer": lambda: Pixels(nn.LayerNorm(CHANNELS)),
+    "layer-whole-image": lambda: nn.LayerNorm((CHANNELS, 9, 11)),
+    "layer-rows": lambda: nn.LayerNorm(11, elementwise_affine=False),
+    "rms": lambda: Pixels(nn.RMSNorm(CHANNELS)),
+    "rms-whole-image": lambda: nn.RMSNorm((9, 11), eps=1e-4),
+    "local-response": lambda: nn.LocalResponseNorm(3, alpha=0.5),
+    "weight": lambda: weight_norm(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)),
+    "spectral": lambda: spectral_norm(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)),
+}
+MESHES = {"w-2": ((3,), (2,)), "h-3": ((2,), (3,)), "2x2": ((2, 3), (2, 2)), "n-2": ((0,), (2,))}
+
+
+def build(name: str) -> tuple[nn.Module, tuple[Tensor]]:
+    return nn.Sequential(conv(), NORMS[name](), nn.SiLU(), nn.Conv2d(CHANNELS, 2, 3)), (torch.randn(2, 3, 9, 11),)
+
+
+def case(name: str, mesh: str, **options: Any) -> Case:
+    dims, shape = MESHES[mesh]
+    return Case(functools.partial(build, name), tuple(Shard(d) for d in dims), shape, **options)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", sorted(NORMS.keys() - {"synchronised-batch"}))
+def test_norm_equals_one_device(pool: RankPool, name: str, mesh: str) -> None:
+    assert_exact(pool, case(name, mesh))
+
+
+@pytest.mark.parametrize("name", ["batch", "batch-untracked", "batch-plain", "synchronised-batch", "instance-tracked"])
+def test_norm_in_eval_mode_equals_one_device(pool: RankPool, name: str) -> None:
+    assert_exact(pool, case(name, "w-2", training=False))
