@@ -50,6 +50,7 @@ __all__ = [
     "set_grad_enabled",
     "tag_activation_checkpoint",  # what Dynamo makes of torch.utils.checkpoint
     "unfunctionalized",
+    "unsynchronised_batch_norms",
     "whole_graph_in_ddp",
 ]
 
@@ -120,3 +121,18 @@ def whole_graph_in_ddp() -> AbstractContextManager[None]:
     from torch._dynamo import config  # noqa: PLC0415  a submodule of its own
 
     return config.patch(optimize_ddp=False)
+
+
+@contextmanager
+def unsynchronised_batch_norms() -> Iterator[None]:
+    """Run every ``SyncBatchNorm`` as the batch norm that it is on one device.
+
+    Its own collectives live in an autograd function that capture cannot see through; a plan takes the statistics over
+    all ranks of the mesh anyway.
+    """
+    synchronised = torch.nn.SyncBatchNorm.forward
+    torch.nn.SyncBatchNorm.forward = torch.nn.modules.batchnorm._BatchNorm.forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.SyncBatchNorm.forward = synchronised  # type: ignore[method-assign]

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
-from fxshard._torch import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError, whole_graph_in_ddp
+from fxshard._torch import (
+    BackendCompilerFailed,
+    InternalTorchDynamoError,
+    Unsupported,
+    UserError,
+    unsynchronised_batch_norms,
+    whole_graph_in_ddp,
+)
 from fxshard.agreement import announce_failure
 from fxshard.backend import fxshard as backend
-from fxshard.errors import CaptureError, FxShardError
+from fxshard.errors import CaptureError, FxShardError, PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -71,7 +81,7 @@ def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..
     @functools.wraps(net.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            with whole_graph_in_ddp():
+            with whole_graph_in_ddp(), _one_device_batch_norms(net, options["mesh"]):
                 return compiled(*args, **kwargs)
         except FxShardError:
             raise
@@ -88,3 +98,25 @@ def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..
             raise
 
     return call
+
+
+def _one_device_batch_norms(net: torch.nn.Module, mesh: DeviceMesh | None) -> AbstractContextManager[None]:
+    """Return a context in which the net's ``SyncBatchNorm`` modules leave the synchronising to the plan.
+
+    Raises:
+        PlanError: One shares its statistics with ranks that are not in the mesh.
+    """
+    norms = [(name, m) for name, m in net.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
+    if not norms or not dist.is_initialized():
+        return nullcontext()
+    ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
+    for name, norm in norms:
+        group = dist.get_process_group_ranks(norm.process_group or dist.group.WORLD)
+        outside = sorted(set(group) - set(ranks)) if norm.training else []
+        if outside:
+            msg = (
+                f"{name or type(norm).__name__} shares batch statistics with ranks {outside}, which are not in the "
+                f"mesh of ranks {sorted(ranks)}; use BatchNorm, or a process_group of the mesh's ranks"
+            )
+            raise PlanError(msg)
+    return unsynchronised_batch_norms()

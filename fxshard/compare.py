@@ -7,7 +7,7 @@ Two traces of the same steps are compared tensor by tensor, by the contract
 A tensor whose true value is zero (a bias before batch norm has no gradient) is only rounding noise: its own size says
 nothing.  It is judged against the largest of its kind, all gradients being one kind::
 
-    max|a| <= eps^(2/3) * largest       ->      error = max|a - b| / (1e-4 * largest)
+    max|a| <= limit * largest           ->      error = max|a - b| / (1e-4 * largest)
 
 and is listed apart as *vanishing*, so that its large error does not hide others'.  Integers, flags, shapes, dtypes,
 missing gradients and generator states have no rounding: they are equal, or a mismatch.
@@ -51,6 +51,7 @@ Kind: TypeAlias = Literal["output", "input gradient", "parameter gradient", "buf
 
 KINDS: tuple[Kind, ...] = ("output", "input gradient", "parameter gradient", "buffer", "vanishing")
 VANISHING_SCALE = 1e-4
+LEAST_SIZE = 1e-6
 """A tensor whose true value is zero is judged against this part of the largest of its kind."""
 
 _OTHER_VALUES = "other values, where rounding is no excuse"
@@ -287,7 +288,12 @@ def _relative_error(a: Tensor, b: Tensor, scale: float) -> float:
 
 
 def _vanishing_limit(dtype: torch.dtype) -> float:
-    return math.pow(torch.finfo(dtype).eps, 2 / 3)
+    """Return the size, relative to the largest, below which rounding of the largest is what a tensor holds.
+
+    Sums of terms of size 1 carry an error of some eps; in a result of size s that is eps / s, more than 1e-9 of it
+    below s = 1e-6 in float64.
+    """
+    return max(math.pow(torch.finfo(dtype).eps, 2 / 3), LEAST_SIZE)
 
 
 def _largest(values: Any) -> float:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -38,6 +39,9 @@ LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-2)}
 """By dtype, the largest relative difference of the losses and of everything else."""
 
 _TIMEOUT_S = 1800.0
+
+_LEFT_BEHIND = "ignore:resource_tracker:UserWarning"
+"""Ranks that Ctrl-C ends leave semaphores of tqdm behind; Python's tracker cleans them up, and would warn of it."""
 
 
 class Ranks(Protocol):
@@ -170,6 +174,8 @@ def _check(settings: Settings, plan: Path) -> None:
 def _ranks(settings: Settings) -> RankPool | TorchrunRanks:
     if settings.torchrun:
         return TorchrunRanks(settings.device)
+    if _LEFT_BEHIND not in sys.warnoptions:
+        sys.warnoptions.append(_LEFT_BEHIND)
     return RankPool(settings.world_size, device=settings.device, timeout_s=_TIMEOUT_S, meshes=[settings.mesh_shape])
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from fxshard._torch import FakeTensorMode
     from fxshard.layout import Layout, Shard, Window
 
+ORIGIN = "fxshard_origin"
+"""The name of the global node that a local one was emitted for."""
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
 RECOMPUTE_KEYS = ("recompute", "ac_graph_id")
 """What an activation checkpoint writes on its nodes, for the inner backend's partitioner."""
@@ -72,6 +74,7 @@ class Emitter:
     def adopt(self, node: Node) -> None:
         """Give ``node`` the source location of the global node that is being emitted."""
         if self.origin is not None:
+            node.meta[ORIGIN] = self.origin.name
             keys = ORIGIN_KEYS if node.target in DRAWS else ORIGIN_KEYS + RECOMPUTE_KEYS
             node.meta.update({k: self.origin.meta[k] for k in keys if k in self.origin.meta})
 

@@ -120,6 +120,13 @@ def calls(gm: GraphModule, op: Any) -> list[Node]:
     return [n for n in gm.graph.nodes if n.target is op]
 
 
+def read_by(node: Node) -> Node:
+    """The node whose value is the first argument of ``node``."""
+    source = node.args[0]
+    assert isinstance(source, torch.fx.Node)
+    return source
+
+
 def sent(gm: GraphModule, op: Any) -> Traffic:
     """What the rank sends in all calls of one communication operator."""
     return sum((node_traffic(n) for n in calls(gm, op)), Traffic())

@@ -23,7 +23,7 @@ import torch
 from fxshard.ops.lowering import define, differentiate
 from fxshard.ops.memory import check_size, empty_like_order, join, memory_order, with_size
 from fxshard.ops.recipe import Recipe, halo_recipe
-from fxshard.ops.wire import swap_blocks
+from fxshard.ops.wire import Shape, swap_blocks, tied, with_token
 from fxshard.window import FILLED, Piece
 
 if TYPE_CHECKING:
@@ -73,9 +73,13 @@ def halo_accumulate(  # noqa: PLR0913, PLR0917  the schema's arguments
     recipe = halo_recipe(bounds, lo, hi, mode, value, rank)
     check_size("halo_accumulate", grad, dim, recipe.window_length, rank)
     kept, travelling = _cut(grad, dim, recipe)
-    home = _send_home(travelling, grad, dim, recipe, group)
+    received = _send_home(travelling, grad, dim, recipe, group)
+    home = [list(zip(pieces, got, strict=False)) for pieces, got in zip(recipe.sent, received, strict=True)]
     home[rank] = [*home[rank], *kept]
-    return join(_runs([term for terms in home for term in terms], recipe.owned, grad, dim), dim, memory_order(grad))
+    runs = _runs([term for terms in home for term in terms], recipe.owned, grad, dim)
+    if recipe.needs_token:
+        runs[0] = tied(runs[0], received[rank][0])
+    return join(runs, dim, memory_order(grad))
 
 
 def _cut(grad: Tensor, dim: int, recipe: Recipe) -> tuple[list[Term], list[list[Tensor]]]:
@@ -101,12 +105,15 @@ def _as_owned(block: Tensor, dim: int, piece: Piece) -> Tensor:
     return block.flip(dim) if piece.step < 0 else block.sum(dim, keepdim=True, dtype=block.dtype)
 
 
-def _send_home(travelling: list[list[Tensor]], grad: Tensor, dim: int, recipe: Recipe, group: str) -> list[list[Term]]:
+def _send_home(
+    travelling: list[list[Tensor]], grad: Tensor, dim: int, recipe: Recipe, group: str
+) -> list[list[Tensor]]:
     if recipe.is_local:
         return [[] for _ in recipe.sent]
-    shapes = [[with_size(grad.shape, dim, piece.fetched) for piece in pieces] for pieces in recipe.sent]
-    blocks = swap_blocks(travelling, shapes, grad, group)
-    return [list(zip(pieces, got, strict=True)) for pieces, got in zip(recipe.sent, blocks, strict=True)]
+    shapes: list[list[Shape]] = [[with_size(grad.shape, dim, p.fetched) for p in pieces] for pieces in recipe.sent]
+    if recipe.needs_token:
+        travelling[recipe.rank], shapes[recipe.rank] = with_token(grad, dim)
+    return swap_blocks(travelling, shapes, grad, group)
 
 
 def _runs(terms: list[Term], owned: tuple[int, int], grad: Tensor, dim: int) -> list[Tensor]:

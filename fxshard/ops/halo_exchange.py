@@ -20,7 +20,7 @@ import torch
 from fxshard.ops.lowering import define, differentiate
 from fxshard.ops.memory import check_size, empty_like_order, join, memory_order, with_size
 from fxshard.ops.recipe import Recipe, halo_recipe
-from fxshard.ops.wire import swap_blocks
+from fxshard.ops.wire import Shape, swap_blocks, tied, with_token
 from fxshard.window import FILLED, Piece
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ def halo_exchange(  # noqa: PLR0913, PLR0917  the schema's arguments
     recipe = halo_recipe(bounds, lo, hi, mode, value, rank)
     start = recipe.owned[0]
     check_size("halo_exchange", x, dim, recipe.owned_length, rank)
-    fetched = [iter(blocks) for blocks in _fetch(x, dim, recipe, group)]
+    received = _fetch(x, dim, recipe, group)
+    fetched = [iter(blocks) for blocks in received]
     blocks = [x.narrow(dim, 0, 0)]
     for run in recipe.runs:
         piece = run.piece
@@ -74,6 +75,8 @@ def halo_exchange(  # noqa: PLR0913, PLR0917  the schema's arguments
         else:
             source = next(fetched[piece.owner]) if run.travels else x.narrow(dim, piece.lo - start, piece.fetched)
             blocks.append(_as_read(source, dim, piece))
+    if recipe.needs_token:
+        blocks[-1] = tied(blocks[-1], received[rank][0])
     return join(blocks[1:] or blocks, dim, memory_order(x))
 
 
@@ -82,7 +85,11 @@ def _fetch(x: Tensor, dim: int, recipe: Recipe, group: str) -> list[list[Tensor]
         return []
     start = recipe.owned[0]
     outgoing = [[x.narrow(dim, p.lo - start, p.fetched) for p in pieces] for pieces in recipe.sent]
-    incoming = [[with_size(x.shape, dim, p.fetched) for p in recipe.received(r)] for r in range(len(recipe.sent))]
+    incoming: list[list[Shape]] = [
+        [with_size(x.shape, dim, p.fetched) for p in recipe.received(r)] for r in range(len(recipe.sent))
+    ]
+    if recipe.needs_token:
+        outgoing[recipe.rank], incoming[recipe.rank] = with_token(x, dim)
     return swap_blocks(outgoing, incoming, x, group)
 
 

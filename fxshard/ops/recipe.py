@@ -10,6 +10,13 @@ columns, the *anchor*::
     window of rank 0    [ anchor |      own      ]           nothing comes from another rank
                           via the
                           buffer
+
+Where the window has no own column either, the *token* does it: a column that the rank sends itself and that the
+result depends on without being changed by it (:func:`fxshard.ops.wire.tied`).  That happens when the map's end is
+spread over all ranks: nobody reads what rank 0 owns, and its gradient is zero whatever arrives::
+
+    owned by    |    rank 0     |    rank 1     |    rank 2     |
+    windows                                         |0 |1 |2    |
 """
 
 from __future__ import annotations
@@ -60,6 +67,13 @@ class Recipe:
     def received(self, source: int) -> tuple[Piece, ...]:
         """Return the pieces of this rank's window that come through the buffer from ``source``."""
         return tuple(run.piece for run in self.runs if run.travels and run.piece.owner == source)
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether no column that travels would make the results of this rank depend on the collective."""
+        if self.is_local or any(run.piece.owner == self.rank for run in self.runs):
+            return False
+        return not (any(run.travels for run in self.runs) and any(self.sent))
 
     @property
     def owned_length(self) -> int:

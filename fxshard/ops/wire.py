@@ -81,3 +81,22 @@ def _unpack(buffer: Tensor, incoming: Sequence[Sequence[Shape]], order: Order) -
             blocks[-1].append(block.permute(inverse(order)))
             start += size
     return blocks
+
+
+def with_token(x: Tensor, dim: int) -> tuple[list[Tensor], list[Shape]]:
+    """Return what a rank sends itself as a token, a column of ``x``, and its shape; nothing of an empty ``x``."""
+    token = x.narrow(dim, 0, min(1, x.shape[dim]))
+    return [token], [tuple(token.shape)]
+
+
+def tied(x: Tensor, token: Tensor) -> Tensor:
+    """Return ``x``, in a way that depends on ``token`` for every compiler.
+
+    Args:
+        x: Any tensor.
+        token: Broadcast against it; never chosen, because nothing is larger than infinity.
+    """
+    if not token.numel():
+        return x
+    chosen = token.abs() > math.inf if token.is_floating_point() or token.is_complex() else token != token  # noqa: PLR0124
+    return torch.where(chosen, token, x)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard.layout import Placement, Replicate, Shard
+from fxshard.layout import Placement, Replicate
 from fxshard.rules.reduce import (
     LOW_PRECISION,
     local_reduction,

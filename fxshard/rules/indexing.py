@@ -54,9 +54,7 @@ def index_runs(indices: Sequence[int]) -> Iterator[range]:
         count = 1
         while count <= len(rest) and rest[count - 1] == first + step * count:
             count += 1
-        yield (
-            range(first, first + step * count, step) if step < 0 else range(first, first + step * (count - 1) + 1, step)
-        )
+        yield range(first, first + step * count, step)
         start += count
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fxshard.layout import Placement, Replicate, Shard
-from fxshard.rules.rule import Choice, Gather, Row, rule
+from fxshard.rules.rule import Choice, Expand, Gather, Row, rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,6 +62,19 @@ def aligned(shape: Sequence[int], shard: Shard, out_shape: Sequence[int]) -> Pla
 
 @rule(
     torch.Tag.pointwise,
+    aten.hardswish.default,  # from here on: pointwise, but not tagged so
+    aten.rsub.Tensor,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.polar.default,
+    aten.complex.default,
+    aten.real.default,
+    aten.imag.default,
+    aten._conj.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+    aten._prelu_kernel.default,
+    aten.special_i0.default,
     aten.clone.default,
     aten.contiguous.default,
     aten.alias.default,
@@ -81,7 +94,6 @@ def aligned(shape: Sequence[int], shard: Shard, out_shape: Sequence[int]) -> Pla
     aten.fill.Tensor,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
-    aten._prelu_kernel.default,
     nested=True,
 )
 def place_pointwise(call: OpCall, at: tuple[Placement, ...]) -> Choice:
@@ -93,3 +105,9 @@ def place_pointwise(call: OpCall, at: tuple[Placement, ...]) -> Choice:
         return Gather("no input is split along an output dimension")
     wanted = tuple(aligned(shape, shard, out_shape) for shape in shapes)
     return Row(wanted, (shard,) * len(call.output_values))
+
+
+@rule(aten.log_sigmoid.default)
+def place_log_sigmoid(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Write it with softplus: ATen's own form keeps a buffer whose shape depends on the device."""
+    return Expand(lambda x: -aten.softplus.default(-x, 1, 50))

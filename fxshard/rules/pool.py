@@ -199,3 +199,9 @@ def _corrected(emitter: Emitter, call: OpCall, plan: NodePlan, y: Node, dim: int
     rank = len(call.out_shape)
     factors = [stencil.kernel / c for c in counts[lo:hi]]
     return emitter.call(aten.mul.Tensor, y, emitter.constant(y, factors, dim - rank))
+
+
+@rule(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def place_unpool(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Gather: where a value goes is data."""
+    return Gather("the positions that values go to are data")

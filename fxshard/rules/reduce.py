@@ -133,7 +133,7 @@ def place_nansum(call: OpCall, at: tuple[Placement, ...]) -> Choice:
 
 
 def _nansum(
-    x: Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    x: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     return x.masked_fill(x.isnan(), 0).sum(list(range(x.ndim)) if dim is None else dim, keepdim, dtype=dtype)
 
@@ -144,7 +144,7 @@ def place_count(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     return local_reduction(call, at) or Expand(_count_nonzero)
 
 
-def _count_nonzero(x: Tensor, dim: Sequence[int] | int | None = None) -> Tensor:
+def _count_nonzero(x: Tensor, dim: list[int] | int | None = None) -> Tensor:
     dims = list(range(x.ndim)) if dim is None else [dim] if isinstance(dim, int) else dim
     return (x != 0).sum(dims)
 
@@ -155,7 +155,7 @@ def place_logsumexp(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     return local_reduction(call, at) or Expand(_logsumexp)
 
 
-def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Tensor:
+def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     values = wide(x) if x.is_floating_point() else x.to(torch.get_default_dtype())
     most = values.detach().amax(dim, keepdim=True)
     most = most.masked_fill(most.isinf(), 0)

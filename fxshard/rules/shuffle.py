@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
+def _in_order_of(x: Tensor, y: Tensor) -> Tensor:
+    """Return ``y`` in the memory format of ``x``, as the fused kernels do."""
+    is_channels_last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return y.contiguous(memory_format=torch.channels_last) if is_channels_last else y
+
+
 @rule(aten.pixel_shuffle.default, nested=True)
 def place_pixel_shuffle(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Reshape, permute, reshape."""
@@ -35,7 +41,7 @@ def _pixel_shuffle(x: Tensor, factor: int) -> Tensor:
     n, split = len(batch), channels // factor**2
     parts = x.reshape(*batch, split, factor, factor, height, width)
     order = [*range(n + 1), n + 3, n + 1, n + 4, n + 2]
-    return parts.permute(order).reshape(*batch, split, height * factor, width * factor)
+    return _in_order_of(x, parts.permute(order).reshape(*batch, split, height * factor, width * factor))
 
 
 @rule(aten.pixel_unshuffle.default, nested=True)
@@ -49,7 +55,7 @@ def _pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
     n, rows, columns = len(batch), height // factor, width // factor
     parts = x.reshape(*batch, channels, rows, factor, columns, factor)
     order = [*range(n + 1), n + 2, n + 4, n + 1, n + 3]
-    return parts.permute(order).reshape(*batch, channels * factor**2, rows, columns)
+    return _in_order_of(x, parts.permute(order).reshape(*batch, channels * factor**2, rows, columns))
 
 
 @rule(aten.channel_shuffle.default, aten.native_channel_shuffle.default, nested=True)
@@ -60,4 +66,4 @@ def place_channel_shuffle(call: OpCall, at: tuple[Placement, ...]) -> Choice:
 
 def _channel_shuffle(x: Tensor, groups: int) -> Tensor:
     parts = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
-    return parts.transpose(1, 2).reshape(x.shape)
+    return _in_order_of(x, parts.transpose(1, 2).reshape(x.shape))

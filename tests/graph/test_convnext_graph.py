@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fxshard.ops import Traffic, node_traffic
-from tests.rank_graphs import Graphs, calls, graphs, ops, sent
+from tests.rank_graphs import Graphs, calls, graphs, ops, read_by, sent
 
 HALO_EXCHANGE = ops.halo_exchange.default
 CLASSES = 5
@@ -84,11 +84,10 @@ def kernels(gm: torch.fx.GraphModule, reads: str = "") -> Counter[tuple[int, ...
     """The kernel and stride of the convolutions whose image comes from an operator with ``reads`` in its name."""
     found: Counter[tuple[int, ...]] = Counter()
     for node in calls(gm, torch.ops.aten.conv2d.default):
-        image, weight, _, stride = node.args[:4]
-        assert isinstance(image, torch.fx.Node)
+        weight, stride = node.args[1], node.args[3]
         assert isinstance(weight, torch.fx.Node)
         assert isinstance(stride, list)
-        if reads in str(image.target):
+        if reads in str(read_by(node).target):
             found[*weight.meta["val"].shape[2:], *stride] += 1
     return found
 
@@ -111,7 +110,7 @@ def test_1x1_4x4_and_2x2_layers_read_their_own_columns(name: str, pointwise: str
     # atto's 1x1 layers are convolutions, tiny's are linear layers over channels-last pixels
     ones = {(1, 1, 1, 1): 2 * blocks} if pointwise == "conv2d" else {}
     assert kernels(local, "aten.") == {(2, 2, 2, 2): 3, **ones}
-    linear = [str(n.args[0].target) for n in calls(local, torch.ops.aten.linear.default)]
+    linear = [str(read_by(n).target) for n in calls(local, torch.ops.aten.linear.default)]
     assert len(linear) == (2 * blocks if pointwise == "linear" else 0) + 1
     assert not any("halo" in source for source in linear)
 

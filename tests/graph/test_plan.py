@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +17,9 @@ from fxshard.passes.plan import aligned_bounds, plan
 from fxshard.rules import registered
 from fxshard.values import plan_of
 from tests.rank_graphs import calls, graphs, ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 WIDTH = "[S(3; 0,8,16)]"
 IMAGE = (2, 4, 6, 16)

@@ -120,7 +120,7 @@ def outcome(call: Callable[[], Any]) -> Outcome:
     start = time.monotonic()
     try:
         call()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the test judges it
+    except Exception as error:
         return Outcome(type(error).__name__, str(error), isinstance(error, FxShardError), time.monotonic() - start)
     return Outcome("", "", False, time.monotonic() - start)
 
@@ -222,8 +222,12 @@ def build_branch() -> tuple[nn.Module, tuple[Tensor]]:
 
 
 def compare_pieces(rank: int, case: Case) -> Difference:
-    options = {"mesh": mesh(case.mesh_shape), "placements": [Shard(3)], "inner_backend": case.inner_backend}
-    return compare_models(case, lambda model: torch.compile(model, backend="fxshard", options=options))
+    def compiled(model: nn.Module) -> nn.Module:
+        options = {"mesh": mesh(case.mesh_shape), "placements": [Shard(3)], "inner_backend": case.inner_backend}
+        model.compile(backend="fxshard", options=options)  # in place: the parameters keep their names
+        return model
+
+    return compare_models(case, compiled)
 
 
 def test_a_model_that_torch_compile_breaks_into_pieces_stays_exact(pool: RankPool) -> None:
@@ -240,13 +244,12 @@ def free_port() -> int:
 
 def launch(rank: int, port: int) -> subprocess.Popen[str]:
     """Start the script as torchrun would; it never imports fxshard."""
-    environment = {
-        **os.environ,
-        **{"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-        **{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"},
-    }
+    torchrun = {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    loopback = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     command = [sys.executable, str(SCRIPT)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env={**os.environ, **torchrun, **loopback}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def fresh_interpreters() -> list[dict[str, Any]]:

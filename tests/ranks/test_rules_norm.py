@@ -11,7 +11,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from fxshard.compare import Case
+from fxshard.api import transform
+from fxshard.compare import Case, compare_models
+from fxshard.errors import PlanError
+from fxshard.rank_process import mesh
 from tests.ranks.checks import assert_exact
 
 if TYPE_CHECKING:
@@ -91,3 +94,39 @@ def test_norm_equals_one_device(pool: RankPool, name: str, mesh: str) -> None:
 @pytest.mark.parametrize("name", ["batch", "batch-untracked", "batch-plain", "synchronised-batch", "instance-tracked"])
 def test_norm_in_eval_mode_equals_one_device(pool: RankPool, name: str) -> None:
     assert_exact(pool, case(name, "w-2", training=False))
+
+
+def build_image() -> tuple[nn.Module, tuple[Tensor]]:
+    return nn.Sequential(conv(), nn.BatchNorm2d(CHANNELS), nn.SiLU()), (torch.randn(2, 3, 9, 11),)
+
+
+def difference_of_synchronised(rank: int, case: Case) -> str:
+    """Compare the plain model on one device with the synchronised one over ranks."""
+
+    def synchronised(model: nn.Module) -> nn.Module:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return transform(net, mesh=mesh(case.mesh_shape), placements=[Shard(3)], inner_backend="eager")
+
+    found = compare_models(case, synchronised)
+    return "" if found.exact() else str(found)
+
+
+def test_synchronised_batch_norm_is_batch_norm(pool: RankPool) -> None:
+    assert pool.run(difference_of_synchronised, Case(build_image, mesh_shape=(4,)), ranks=4) == [""] * 4
+
+
+def refusal_of_wider_group(rank: int) -> str:
+    """Transform for half of the ranks a norm that all of them share."""
+    net = nn.SyncBatchNorm(3)
+    net = transform(net, mesh=mesh((2,)), placements=[Shard(3)], inner_backend="eager")
+    with pytest.raises(PlanError) as refusal:
+        net(torch.zeros(2, 3, 4, 8))
+    return str(refusal.value)
+
+
+def test_statistics_shared_beyond_the_mesh_are_refused(pool: RankPool) -> None:
+    for text in pool.run(refusal_of_wider_group, ranks=2):
+        assert text == (
+            "SyncBatchNorm shares batch statistics with ranks [2, 3], which are not in the mesh of ranks [0, 1]; "
+            "use BatchNorm, or a process_group of the mesh's ranks"
+        )

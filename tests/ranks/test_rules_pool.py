@@ -59,7 +59,11 @@ def adaptive_max(*size: int) -> Callable[[Tensor], Any]:
 
 
 POOLS: dict[str, tuple[Callable[[Tensor], Any], ...]] = {
-    "max": (lambda x: F.max_pool2d(x, 3, 2, 1), lambda x: F.max_pool2d(x, 2), lambda x: F.max_pool2d(x, (3, 2), (2, 3))),
+    "max": (
+        lambda x: F.max_pool2d(x, 3, 2, 1),
+        lambda x: F.max_pool2d(x, 2),
+        lambda x: F.max_pool2d(x, (3, 2), (2, 3)),
+    ),
     "max-ceil": (
         lambda x: F.max_pool2d(x, 3, 2, ceil_mode=True),
         lambda x: F.max_pool2d(x, 3, 3, 1, ceil_mode=True),
@@ -99,7 +103,13 @@ POOLS: dict[str, tuple[Callable[[Tensor], Any], ...]] = {
         lambda x: F.adaptive_avg_pool2d(x, (None, 2)),
         lambda x: F.adaptive_avg_pool3d(volume(x), (2, 3, 4)),
     ),
-    "adaptive-max": (adaptive_max(1, 1), adaptive_max(3, 4), adaptive_max(1, 3), adaptive_max(11, 2), adaptive_max(2, 13)),
+    "adaptive-max": (
+        adaptive_max(1, 1),
+        adaptive_max(3, 4),
+        adaptive_max(1, 3),
+        adaptive_max(11, 2),
+        adaptive_max(2, 13),
+    ),
     "adaptive-max-of-masked": (lambda x: F.adaptive_max_pool2d(masked(x), (3, 4), return_indices=True),),
     "adaptive-max-3d": (
         lambda x: F.adaptive_max_pool3d(volume(x), (2, 3, 2), return_indices=True),
@@ -131,7 +141,7 @@ def test_pool_equals_one_device(pool: RankPool, name: str, mesh: str) -> None:
 
 def build_unpool() -> tuple[nn.Module, tuple[Tensor]]:
     def back(x: Tensor) -> Tensor:
-        return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2, output_size=x.shape[2:])
+        return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), [2], output_size=x.shape[2:])
 
     return Pools(back), (torch.randn(2, 3, 11, 13),)
 

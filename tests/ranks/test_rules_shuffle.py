@@ -41,3 +41,14 @@ def convolved(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
 def test_shuffle_equals_one_device(pool: RankPool, name: str, dims: tuple[int, ...], mesh: tuple[int, ...]) -> None:
     placements = tuple(map(Shard, dims))
     assert_exact(pool, Case(functools.partial(convolved, name), placements, mesh, inner_backend="eager"))
+
+
+def channels_last(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    shuffle, shape = TABLE[name]
+    return nn.Sequential(shuffle, nn.Tanh()), (torch.randn(*shape).contiguous(memory_format=torch.channels_last),)
+
+
+@pytest.mark.parametrize("name", ["pixel-shuffle-2", "pixel-unshuffle-3", "channel-shuffle"])
+def test_memory_format_is_kept(pool: RankPool, name: str) -> None:
+    case = Case(functools.partial(channels_last, name), (Shard(3),), (2,), inner_backend="eager")
+    assert "note" not in assert_exact(pool, case).text

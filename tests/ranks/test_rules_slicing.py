@@ -44,6 +44,8 @@ TABLE: dict[str, Callable[[Tensor], Any]] = {
     "strided": lambda x: x[..., 1::2, ::3] * 2,
     "strided-tiny": lambda x: x[..., 1::7, 2::7] * 2,
     "half": lambda x: x[..., :6] * x[:, :, 7:, :6].sum(2, keepdim=True) + x[..., 6:12],
+    "head": lambda x: x[..., :4].sin(),
+    "last-column": lambda x: x[..., 12:].sin(),
     "tail": lambda x: x[..., 9:].sin(),
     "column": lambda x: x * x[..., 4:5] + x[:, :, -1:],
     "select": lambda x: x[..., -1].sum(-1) + x[:, :, 5].sum(-1) + x[:, 1].sum((1, 2))[:, None],
@@ -96,7 +98,7 @@ def test_a_column_travels_alone(pool: RankPool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("name", ["tail", "write-slice"])
+@pytest.mark.parametrize("name", ["head", "tail", "last-column", "write-slice"])
 def test_ranks_agree_when_compiled(pool: RankPool, name: str, backend: str) -> None:
     case = Case(functools.partial(build, name), mesh_shape=(3,), inner_backend=backend, steps=1)
     assert_exact(pool, case)

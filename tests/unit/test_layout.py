@@ -38,7 +38,8 @@ def bounds(draw: st.DrawFn, ranks: int | None = None) -> tuple[int, ...]:
 def placements(draw: st.DrawFn, ranks: int, dim: int) -> Placement:
     """Any placement of one axis; a shard splits ``dim``."""
     shard = Shard(dim, draw(bounds(ranks)), draw(st.integers(1, 3)))
-    return draw(st.sampled_from([Replicate(), Partial(), shard]))
+    choices: list[Placement] = [Replicate(), Partial(), shard]
+    return draw(st.sampled_from(choices))
 
 
 def elements_along(size: int, shard: Shard, rank: int) -> list[int]:

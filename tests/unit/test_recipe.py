@@ -38,9 +38,9 @@ def test_every_rank_depends_on_the_collective(ranks: list[Recipe]) -> None:
         travels = [run for run in recipe.runs if run.travels]
         if recipe.is_local:
             assert not travels
-        elif any(run.piece.owner == recipe.rank for run in recipe.runs):
-            assert travels
-            assert any(recipe.sent)
+            assert not recipe.needs_token
+        else:
+            assert recipe.needs_token or (travels and any(recipe.sent))
 
 
 @given(recipes())
@@ -59,6 +59,11 @@ def test_the_first_column_of_a_one_sided_border_is_the_anchor() -> None:
     runs = [(run.piece.owner, run.piece.lo, run.piece.hi, run.travels) for run in first.runs]
     assert runs == [(FILLED, 0, 0, False), (0, 0, 1, True), (0, 1, 4, False)]
     assert first.window_length == sum(hi - lo for lo, hi in pairwise((-1, 4)))
+
+
+def test_a_rank_that_nobody_reads_and_that_keeps_nothing_needs_a_token() -> None:
+    ranks = [halo_recipe((0, 4, 8, 12), (8, 9, 10), (9, 10, 12), "constant", 0.0, rank) for rank in range(3)]
+    assert [recipe.needs_token for recipe in ranks] == [True, True, False]
 
 
 @pytest.mark.parametrize(
