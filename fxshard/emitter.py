@@ -12,7 +12,7 @@ import torch
 from torch.fx.node import map_arg
 
 import fxshard.ops  # noqa: F401  defines torch.ops.fxshard
-from fxshard.values import tensor_value
+from fxshard.values import ORIGIN, tensor_value
 from fxshard.window import Exchange
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fxshard._torch import FakeTensorMode
     from fxshard.layout import Layout, Shard, Window
 
-ORIGIN = "fxshard_origin"
-"""The name of the global node that a local one was emitted for."""
 ORIGIN_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
 RECOMPUTE_KEYS = ("recompute", "ac_graph_id")
 """What an activation checkpoint writes on its nodes, for the inner backend's partitioner."""

@@ -14,14 +14,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from fxshard.ops.lowering import LOWERINGS
+from fxshard.values import ORIGIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import fx
-
-ORIGIN = "fxshard_origin"
-"""The metadata key of a local node that names the planned node it was emitted for."""
 
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n *(?P<code>.+)', re.MULTILINE)
 

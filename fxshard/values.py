@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from fxshard.layout import Layout
 
 KEY = "fxshard"
+ORIGIN = "fxshard_origin"
+"""The key of a local node's metadata that names the planned node it was emitted for."""
 
 
 @dataclass(frozen=True)
