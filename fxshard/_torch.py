@@ -110,7 +110,8 @@ def dead_draws_kept() -> AbstractContextManager[None]:
     """
     from torch._inductor import config  # noqa: PLC0415  the import takes a second
 
-    return config.patch(fallback_random=True)
+    patched: AbstractContextManager[None] = config.patch(fallback_random=True)
+    return patched
 
 
 def whole_graph_in_ddp() -> AbstractContextManager[None]:
@@ -120,7 +121,8 @@ def whole_graph_in_ddp() -> AbstractContextManager[None]:
     """
     from torch._dynamo import config  # noqa: PLC0415  a submodule of its own
 
-    return config.patch(optimize_ddp=False)
+    patched: AbstractContextManager[None] = config.patch(optimize_ddp=False)
+    return patched
 
 
 @contextmanager

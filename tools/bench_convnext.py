@@ -46,14 +46,15 @@ def parse() -> argparse.Namespace:
 def build(args: argparse.Namespace) -> torch.nn.Module:
     """Return the model with the same weights on every rank."""
     torch.manual_seed(0)
-    return timm.create_model(args.model, drop_path_rate=args.drop_path).cuda().train()
+    model: torch.nn.Module = timm.create_model(args.model, drop_path_rate=args.drop_path)
+    return model.cuda().train()
 
 
 def step(model: torch.nn.Module, image: torch.Tensor, dtype: str) -> torch.Tensor:
     """Run forward and backward; return the loss."""
     context = torch.autocast("cuda", torch.bfloat16) if dtype == "bf16" else nullcontext()
     with context:
-        loss = model(image).float().square().mean()
+        loss: torch.Tensor = model(image).float().square().mean()
     loss.backward()
     return loss.detach()
 
@@ -132,9 +133,9 @@ def main() -> int:
         for backend in args.backends:
             reference = None
             if not args.no_reference:
-                model = torch.compile(build(args), backend=backend, dynamic=False)
+                model = build(args)
+                model.compile(backend=backend, dynamic=False)
                 reference = measure(model, image, dtype, args.steps)
-                reference["gradients"] = {n.removeprefix("_orig_mod."): g for n, g in reference["gradients"].items()}
                 record(f"1 GPU {backend}", dtype, args.width, reference)
                 del model
                 free()

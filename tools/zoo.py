@@ -95,7 +95,7 @@ def build(name: str, size: tuple[int, int]) -> tuple[nn.Module, tuple[torch.Tens
         made = timm.create_model(model, num_classes=7)
     else:
         models = torchvision.models.segmentation if source == "segmentation" else torchvision.models
-        extra = {"weights_backbone": None} if source == "segmentation" else {}
+        extra: dict[str, Any] = {"weights_backbone": None} if source == "segmentation" else {}
         extra |= {"aux_logits": False, "init_weights": False} if model in ("googlenet", "inception_v3") else {}
         made = getattr(models, model)(weights=None, num_classes=7, **extra)
     return made, (torch.randn(2, 3, height, width),)
@@ -142,7 +142,7 @@ def run(pool: RankPool, name: str, args: argparse.Namespace) -> Result:
     placements = tuple(Shard(d) for d in args.dims)
     case = Case(functools.partial(build, name, (args.height, args.width)), placements, mesh, steps=1)
     try:
-        results = pool.run(judge, name, case, ranks=math.prod(mesh), timeout_s=600)
+        results: list[Result] = pool.run(judge, name, case, ranks=math.prod(mesh), timeout_s=600)
     except WorkerError as error:
         cause = next(iter(error.causes.values()), None)
         return Result(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fxshard.ops import Traffic
-from fxshard.provenance import ORIGIN, origins
+from fxshard.provenance import origins
 from fxshard.report import describe
+from fxshard.values import ORIGIN
 from tests.rank_graphs import Graphs, graphs, ops, sent
 
 DOUBLE = 8
