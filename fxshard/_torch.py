@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
+from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ __all__ = [
     "TracingContext",
     "Unsupported",  # Dynamo met code that it cannot capture whole
     "UserError",
+    "WeakTensorKeyDictionary",  # tensors compare elementwise, so the standard library's cannot hold them
     "_get_default_store",
     "_get_default_timeout",
     "aot_export_module",  # the only capture that is functional, pre-dispatch and keeps no_grad regions

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fxshard._torch import FakeTensor, _get_default_store
+from fxshard._torch import FakeTensor, WeakTensorKeyDictionary, _get_default_store
 from fxshard.errors import RankMismatchError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ FIRST_TIMEOUT_S = 120.0
 """The same for the first time: processes start at different speeds."""
 FAILED = "failed"
 _rounds: dict[tuple[int, ...], int] = {}
-_seen: set[tuple[int, ...]] = set()
+_seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def digest(parts: Iterable[object]) -> str:
@@ -53,15 +53,15 @@ def values_digest(tensors: Sequence[object]) -> str:
 
 
 def first_time(tensors: Sequence[object]) -> bool:
-    """Return whether these tensors were not asked about before.
+    """Return whether one of these tensors was not asked about before.
 
     Values are compared once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
     """
-    key = tuple(id(t) for t in tensors)
-    if key in _seen:
-        return False
-    _seen.add(key)
-    return True
+    real = [t for t in tensors if isinstance(t, torch.Tensor)]
+    first = not real or any(t not in _seen for t in real)
+    for tensor in real:
+        _seen[tensor] = True
+    return first
 
 
 def collectives_digest(local: fx.GraphModule) -> str:
@@ -88,7 +88,6 @@ def agree(mesh: DeviceMesh, description: dict[str, str]) -> None:
     ranks = _ranks(mesh)
     timeout_s = TIMEOUT_S if ranks in _rounds else FIRST_TIMEOUT_S
     prefix = _post(mesh, description)
-    _rounds[ranks] = _rounds.get(ranks, 0) + 1
     store, said = _get_default_store(), []
     for other in range(len(ranks)):
         try:
@@ -101,6 +100,8 @@ def agree(mesh: DeviceMesh, description: dict[str, str]) -> None:
 
 def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
     """Tell ranks that wait for this one to compile that it failed before it came so far.
+
+    This takes the place of the comparison that they wait for: the next one is another.
 
     Args:
         mesh: The spatial mesh; None for all ranks of the default process group.
@@ -116,11 +117,12 @@ def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
 
 
 def _post(mesh: DeviceMesh | None, description: dict[str, str]) -> str:
-    """Post a description for the next comparison; return its key without the rank."""
+    """Post a description for this comparison and go on to the next; return its key without the rank."""
     ranks = _ranks(mesh)
     prefix = f"fxshard/{'-'.join(map(str, ranks))}/{_rounds.get(ranks, 0)}"
     me = ranks.index(dist.get_rank() if mesh is None else mesh.get_rank())
     _get_default_store().set(f"{prefix}/{me}", json.dumps(description))
+    _rounds[ranks] = _rounds.get(ranks, 0) + 1
     return prefix
 
 

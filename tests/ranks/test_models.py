@@ -134,22 +134,25 @@ def test_a_model_equals_the_untouched_one(pool: RankPool, row: Row) -> None:
 def shallow_convnext() -> tuple[nn.Module, tuple[Tensor]]:
     from timm.models.convnext import ConvNeXt
 
-    blocks, channels = (1, 1, 1, 1), (4, 8, 8, 8)
+    blocks, channels = (1, 1, 0, 0), (4, 8, 8, 8)
     model = ConvNeXt(depths=blocks, dims=channels, num_classes=CLASSES, drop_path_rate=0.3, drop_rate=0.2)
-    return model, (torch.randn(2, 3, 41, 66),)
+    return model, (torch.randn(2, 3, 41, 128),)
 
 
 def shallow_resnet() -> tuple[nn.Module, tuple[Tensor]]:
     from torchvision.models.resnet import BasicBlock
 
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)]
-    tail = [nn.MaxPool2d(3, 2, 1), BasicBlock(8, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES)]
-    return nn.Sequential(*layers, *tail), (torch.randn(2, 3, 37, 45),)
+    block = [nn.MaxPool2d(3, 2, 1), nn.Dropout2d(0.2), BasicBlock(8, 8)]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(8, CLASSES)]
+    return nn.Sequential(*layers, *block, *head), (torch.randn(2, 3, 37, 45),)
 
 
-@pytest.mark.parametrize(("net", "split"), [(shallow_convnext, 3), (shallow_resnet, 2)], ids=["convnext", "resnet"])
-def test_inductor_equals_the_untouched_model(pool: RankPool, net: Callable[..., Any], split: int) -> None:
-    assert_exact(pool, Case(net, (Shard(split),), inner_backend="inductor"))
+@pytest.mark.parametrize(
+    "net", [pytest.param(shallow_convnext, marks=AT_NIGHT, id="convnext"), pytest.param(shallow_resnet, id="resnet")]
+)
+def test_inductor_equals_the_untouched_model(pool: RankPool, net: Callable[..., Any]) -> None:
+    assert_exact(pool, Case(net, (Shard(2),), inner_backend="inductor"))
 
 
 class Volume(nn.Module):

@@ -127,3 +127,8 @@ def test_reduction_equals_one_device(pool: RankPool, name: str, mesh: str) -> No
 @pytest.mark.parametrize("mesh", MESHES)
 def test_nan_wins(pool: RankPool, mesh: str) -> None:
     assert_exact(pool, case("max-of-nan", mesh, no_grad=True))
+
+
+@pytest.mark.parametrize("name", ["amax", "max-dim", "argmax-flat", "prod", "cumsum", "logsumexp", "std"])
+def test_reduction_under_aot_autograd(pool: RankPool, name: str) -> None:
+    assert_exact(pool, case(name, "2x2", inner_backend="aot_eager"))
