@@ -24,9 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TIMEOUT_S = 25.0
-"""How long ranks wait for one another to compile again."""
-FIRST_TIMEOUT_S = 120.0
-"""The same for the first time: processes start at different speeds."""
+"""How long ranks wait for one another, and twice the time that this rank needed: a loaded machine is slow for all."""
 FAILED = "failed"
 _rounds: dict[tuple[int, ...], int] = {}
 _seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -74,19 +72,20 @@ def collectives_digest(local: fx.GraphModule) -> str:
     return digest(sequence)
 
 
-def agree(mesh: DeviceMesh, description: dict[str, str]) -> None:
+def agree(mesh: DeviceMesh, description: dict[str, str], spent_s: float = 0.0) -> None:
     """Compare ``description`` on all ranks of ``mesh``.
 
     Args:
         mesh: The spatial mesh.
         description: What has to be equal: a name and a value for each thing.  A rank that failed before
             posts its message under ``"failed"``.
+        spent_s: Seconds that this rank needed to get here since it began to compile.
 
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
     ranks = _ranks(mesh)
-    timeout_s = TIMEOUT_S if ranks in _rounds else FIRST_TIMEOUT_S
+    timeout_s = TIMEOUT_S + 2 * spent_s
     prefix = _post(mesh, description)
     store, said = _get_default_store(), []
     for other in range(len(ranks)):

@@ -88,6 +88,7 @@ def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, FxShardError):
                 raise error.inner_exception from error
+            announce_failure(options["mesh"], str(error))
             raise
         except (Unsupported, UserError, InternalTorchDynamoError) as error:
             msg = f"{type(net).__name__} cannot be captured whole: {error}"

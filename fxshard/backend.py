@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,6 +76,7 @@ def _compile(
     mesh = default_mesh() if mesh is None else mesh
     if mesh.size() == 1:
         return lookup_backend(options.get("inner_backend", "inductor"))(gm, list(example_inputs))
+    started = time.monotonic()
     try:
         config = make_config(mesh, options)
         graph = planned(gm, example_inputs, config=config)
@@ -82,9 +84,9 @@ def _compile(
         local.meta.update(gm.meta)
         description = _description(graph, local, example_inputs, config)
     except FxShardError as error:
-        agreement.agree(mesh, {agreement.FAILED: str(error)})
+        agreement.agree(mesh, {agreement.FAILED: str(error)}, time.monotonic() - started)
         raise
-    agreement.agree(mesh, description)
+    agreement.agree(mesh, description, time.monotonic() - started)
     log.info("compiled %d global nodes to %d local ones", len(graph.graph.nodes), len(local.graph.nodes))
     for observe in on_compiled:
         observe(graph, local, config)

@@ -225,7 +225,7 @@ def even_bounds(size: int, ranks: int, multiple: int = 1) -> tuple[int, ...]:
 
 
 def spread_bounds(bounds: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the nearest bounds that leave no rank empty, or None when there are fewer columns than ranks.
+    """Return the bounds moved apart so that no rank is empty, or None when there are fewer columns than ranks.
 
     Args:
         bounds: ``n + 1`` integers, not decreasing.

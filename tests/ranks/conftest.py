@@ -1,7 +1,12 @@
-"""Rank tests: real gloo processes, started once per run and fed cases."""
+"""Rank tests: real gloo processes, started once per run and fed cases.
+
+The tables of the rule families are (row x mesh).  For every change each row runs on one mesh, the meshes in
+turn; nightly (``-m "nightly or not nightly"``) each row runs on all of them.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 WORLD_SIZE = 4
+SPLIT_PARAMETERS = ("mesh", "placements", "ranks")
+"""How the tables name the split that a row is run with."""
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +26,18 @@ def pool() -> Iterator[RankPool]:
     """Four ranks with every 1-D mesh and the 2 x 2 mesh."""
     with RankPool(WORLD_SIZE) as ranks:
         yield ranks
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave each row of a rule table on one of its meshes, in turn, and mark the others nightly."""
+    rows: dict[tuple[str, str], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path.name.startswith("test_rules_") and any(name in parameters for name in SPLIT_PARAMETERS):
+            row = {name: str(value) for name, value in parameters.items() if name not in SPLIT_PARAMETERS}
+            rows[item.nodeid.partition("[")[0], str(row)].append(item)
+    for turn, variants in enumerate(rows.values()):
+        for position, item in enumerate(variants):
+            if position != turn % len(variants):
+                item.add_marker(pytest.mark.nightly)

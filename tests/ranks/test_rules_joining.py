@@ -57,7 +57,7 @@ def test_join_equals_one_device(pool: RankPool, name: str, placements: Any, mesh
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_ranks_agree_when_compiled(pool: RankPool, backend: str) -> None:
     case = Case(functools.partial(build, "uneven-pieces"), mesh_shape=(3,), inner_backend=backend, steps=1)
     assert_exact(pool, case)

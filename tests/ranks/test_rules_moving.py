@@ -55,7 +55,7 @@ def test_roll_of_the_flattened_map_is_exact(pool: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_ranks_agree_when_compiled(pool: RankPool, backend: str) -> None:
     case = Case(functools.partial(build, "roll-far"), mesh_shape=(3,), inner_backend=backend, steps=1)
     assert_exact(pool, case)

@@ -141,7 +141,7 @@ def test_pool_equals_one_device(pool: RankPool, name: str, mesh: str) -> None:
 
 def build_unpool() -> tuple[nn.Module, tuple[Tensor]]:
     def back(x: Tensor) -> Tensor:
-        return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), [2], output_size=x.shape[2:])
+        return F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), (2, 2), output_size=x.shape[2:])
 
     return Pools(back), (torch.randn(2, 3, 11, 13),)
 
