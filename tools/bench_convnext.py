@@ -1,6 +1,10 @@
 """Times and measures one training step of ConvNeXt-XL, on one GPU and split over several.
 
     torchrun --nproc-per-node 2 tools/bench_convnext.py --json benchmarks/convnext_xl_h200x2.json
+    python tools/bench_convnext.py --alone 2 --json benchmarks/convnext_xl_alone.json
+
+The second form needs one GPU: it runs rank 0's graph of so many ranks on a process group that communicates nothing.
+Its results are wrong at the borders; its time is what a rank computes, its memory what a rank keeps.
 
 For each configuration: median milliseconds of forward + backward, peak GiB of a rank, and the largest relative
 difference of the loss and of the parameter gradients from one GPU with the same weights, input and seed.
@@ -10,21 +14,27 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import timm
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
+from fxshard import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def parse() -> argparse.Namespace:
@@ -38,6 +48,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--backends", nargs="+", default=["aot_eager", "inductor"])
+    parser.add_argument("--alone", type=int, metavar="N", help="run one of N ranks, without communication")
+    parser.add_argument("--reference-width", type=int, help="of the one-GPU runs; default: the whole image")
     parser.add_argument("--no-reference", action="store_true", help="skip the one-GPU runs")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -112,54 +124,75 @@ def free() -> None:
     torch.cuda.empty_cache()
 
 
-def main() -> int:
-    """Run every configuration and write the JSON file on rank 0."""
-    args = parse()
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    torch.cuda.set_device(rank)
+def start(alone: int | None) -> None:
+    """Start the process group: torchrun's, or one that communicates nothing."""
+    if alone:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=alone)
+        agreement.agree = lambda *_: None  # there is nobody to agree with
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    torch.cuda.set_device(dist.get_rank())
+
+
+def configurations(args: argparse.Namespace, image: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """Yield one row of results for each configuration."""
+    world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("w",))
-    image = torch.randn(args.batch, 3, args.height, args.width, generator=torch.Generator().manual_seed(2)).cuda()
-    results: list[dict[str, Any]] = []
-
-    def record(name: str, dtype: str, width: int, found: dict[str, Any], **more: Any) -> None:
-        shown = {k: v for k, v in found.items() if k != "gradients"}
-        row = {"configuration": name, "dtype": dtype, "width": width, **shown, **more}
-        results.append(row)
-        if rank == 0:
-            print(json.dumps(row), flush=True)
-
-    for dtype in args.dtypes:
-        for backend in args.backends:
-            reference = None
-            if not args.no_reference:
-                model = build(args)
-                model.compile(backend=backend, dynamic=False)
-                reference = measure(model, image, dtype, args.steps)
-                record(f"1 GPU {backend}", dtype, args.width, reference)
-                del model
-                free()
-            model = fxshard.transform(build(args), mesh=mesh, placements=[Shard(3)], inner_backend=backend)
-            dist.barrier()
-            found = measure(model, image, dtype, args.steps)
-            more = {"difference": difference(reference, found)} if reference else {}
-            record(f"{world} GPUs fxshard {backend}", dtype, args.width, found, **more)
+    width = args.reference_width or args.width
+    for dtype, backend in itertools.product(args.dtypes, args.backends):
+        reference = None
+        if not args.no_reference:
+            model = build(args)
+            model.compile(backend=backend, dynamic=False)
+            reference = measure(model, image[..., :width].contiguous(), dtype, args.steps)
+            yield row(f"1 GPU {backend}", dtype, width, reference)
             del model
             free()
-    if rank == 0 and args.json:
-        about = {
-            "command": f"torchrun --nproc-per-node {world} " + " ".join(sys.argv),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "timm": timm.__version__,
-            "fxshard": fxshard.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "input": [args.batch, 3, args.height, args.width],
-            "model": args.model,
-            "drop_path": args.drop_path,
-        }
-        args.json.parent.mkdir(exist_ok=True)
-        args.json.write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
+        model = fxshard.transform(build(args), mesh=mesh, placements=[Shard(3)], inner_backend=backend)
+        found = measure(model, image, dtype, args.steps)
+        name = f"1 of {world} ranks, no communication" if args.alone else f"{world} GPUs"
+        same = reference is not None and not args.alone and width == args.width
+        more = {"difference": difference(reference, found)} if same and reference else {}
+        yield row(f"{name}, fxshard {backend}", dtype, args.width, found, **more)
+        del model
+        free()
+
+
+def row(name: str, dtype: str, width: int, found: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a measurement with its name and without the gradients."""
+    shown = {k: v for k, v in found.items() if k != "gradients"}
+    return {"configuration": name, "dtype": dtype, "width": width, **shown, **more}
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """Return what was run, on what."""
+    launcher = "python" if args.alone else f"torchrun --nproc-per-node {dist.get_world_size()}"
+    return {
+        "command": f"{launcher} {' '.join(sys.argv)}",
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "timm": timm.__version__,
+        "fxshard": fxshard.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "input": [args.batch, 3, args.height, args.width],
+        "model": args.model,
+        "drop_path": args.drop_path,
+    }
+
+
+def main() -> int:
+    """Run every configuration and write the JSON file on rank 0 as results come."""
+    args = parse()
+    start(args.alone)
+    image = torch.randn(args.batch, 3, args.height, args.width, generator=torch.Generator().manual_seed(2)).cuda()
+    results: list[dict[str, Any]] = []
+    for found in configurations(args, image):
+        results.append(found)
+        if dist.get_rank() == 0:
+            print(json.dumps(found), flush=True)
+            if args.json:
+                args.json.parent.mkdir(exist_ok=True)
+                args.json.write_text(json.dumps({"about": about(args), "results": results}, indent=1) + "\n")
     dist.destroy_process_group()
     return 0
 
