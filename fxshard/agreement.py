@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from torch import fx
     from torch.distributed.device_mesh import DeviceMesh
 
+log = logging.getLogger("fxshard")
 TIMEOUT_S = 25.0
 """How long ranks wait for one another, and twice the time that this rank needed: a loaded machine is slow for all."""
 FAILED = "failed"
@@ -108,7 +110,10 @@ def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
     """
     if not dist.is_initialized():
         return
-    _post(mesh, {FAILED: message})
+    try:
+        _post(mesh, {FAILED: message})
+    except RuntimeError as error:  # the store went with the rank that holds it; the caller raises what happened first
+        log.warning("the other ranks could not be told of %r: %s", message, error)
 
 
 def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ log = logging.getLogger("fxshard")
 on_compiled: list[Callable[[fx.GraphModule, fx.GraphModule, Config], None]] = []
 """Called with (planned global graph, local graph, config) after each rewrite, before the inner backend."""
 OPTIONS = ("mesh", "placements", "inner_backend", "rng")
+RNG_MODES = ("match",)
 
 
 def fxshard(
@@ -71,6 +72,9 @@ def _compile(
     wrong = [*(k for k in options if k not in OPTIONS), *(k for k, v in unknown.items() if v is not None)]
     if wrong:
         msg = f"unknown options {wrong}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
+        raise PlanError(msg)
+    if options.get("rng", "match") not in RNG_MODES:
+        msg = f"rng={options['rng']!r} is not there; use one of {RNG_MODES}"
         raise PlanError(msg)
     mesh = options.get("mesh")
     mesh = default_mesh() if mesh is None else mesh
