@@ -83,10 +83,11 @@ def unfunctionalized(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def register_inductor_decomposition(op: torch._ops.OpOverload, lowering: Callable[..., Any]) -> None:
-    """Let Inductor replace ``op`` by ``lowering`` when it traces, after autograd."""
-    from torch._inductor.decomposition import register_decomposition  # noqa: PLC0415  the import takes a second
+    """Let Inductor replace ``op`` by ``lowering`` when it traces, after autograd; the first registration stays."""
+    from torch._inductor.decomposition import decompositions, register_decomposition  # noqa: PLC0415  takes a second
 
-    register_decomposition(op)(lowering)
+    if op not in decompositions:
+        register_decomposition(op)(lowering)
 
 
 @contextmanager
