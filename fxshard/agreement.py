@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from fxshard._torch import FakeTensor, WeakTensorKeyDictionary, _get_default_store
 from fxshard.errors import RankMismatchError
@@ -21,7 +22,6 @@ from fxshard.errors import RankMismatchError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch import fx
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("fxshard")
@@ -62,6 +62,19 @@ def first_time(tensors: Sequence[object]) -> bool:
     for tensor in real:
         _seen[tensor] = True
     return first
+
+
+def graph_digest(graph: fx.GraphModule) -> str:
+    """Return a hash of a graph's nodes and nested graphs, without the numbers of devices: each rank has its own."""
+    nodes = (n for m in graph.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
+    return digest(
+        (n.op, n.name, getattr(n.target, "__name__", n.target), _unnumbered(n.args), _unnumbered(n.kwargs))
+        for n in nodes
+    )
+
+
+def _unnumbered(arguments: Any) -> Any:
+    return fx.node.map_aggregate(arguments, lambda a: a.type if isinstance(a, torch.device) else a)
 
 
 def collectives_digest(local: fx.GraphModule) -> str:

@@ -157,7 +157,7 @@ def _description(
     return {
         "options": str(dataclasses.replace(config, rank=None)),
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
-        "captured graph": agreement.digest(str(n.format_node()) for n in graph.graph.nodes),
+        "captured graph": agreement.graph_digest(graph),
         "parameter and buffer values": agreement.values_digest(state) if compared else "compared before",
         "input values": agreement.values_digest(given) if compared else "not compared again",
         "sequence of collectives": agreement.collectives_digest(local),

@@ -6,15 +6,16 @@
 The second form needs one GPU: it runs rank 0's graph of so many ranks on a process group that communicates nothing.
 Its results are wrong at the borders; its time is what a rank computes, its memory what a rank keeps.
 
-For each configuration: median milliseconds of forward + backward, peak GiB of a rank, and the largest relative
-difference of the loss and of the parameter gradients from one GPU with the same weights, input and seed.
+For each configuration: median milliseconds of forward + backward, peak GiB of a rank, and the relative
+difference of the loss and of the parameter gradients from eager mode on one GPU with the same weights, input and seed.
+Inductor draws random numbers as eager mode does (``fallback_random``), as fxshard always does: with its own,
+drop path drops other samples and there is nothing to compare.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
 import statistics
 import sys
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import timm
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor_config  # noqa: TID251
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -139,28 +141,35 @@ def configurations(args: argparse.Namespace, image: torch.Tensor) -> Iterator[di
     world = dist.get_world_size()
     mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("w",))
     width = args.reference_width or args.width
-    for dtype, backend in itertools.product(args.dtypes, args.backends):
+    part = image[..., :width].contiguous()
+    for dtype in args.dtypes:
         reference = None
         if not args.no_reference:
-            model = build(args)
-            model.compile(backend=backend, dynamic=False)
-            reference = measure(model, image[..., :width].contiguous(), dtype, args.steps)
-            yield row(f"1 GPU {backend}", dtype, width, reference)
+            reference = measure(build(args), part, dtype, args.steps)
+            yield row("1 GPU eager", dtype, width, reference)
+            free()
+        for backend in args.backends:
+            if reference is not None:
+                model = build(args)
+                model.compile(backend=backend, dynamic=False)
+                yield row(f"1 GPU {backend}", dtype, width, measure(model, part, dtype, args.steps), reference)
+                del model
+                free()
+            model = fxshard.transform(build(args), mesh=mesh, placements=[Shard(3)], inner_backend=backend)
+            name = f"1 of {world} ranks, no communication" if args.alone else f"{world} GPUs"
+            comparable = None if args.alone or width != args.width else reference
+            found = measure(model, image, dtype, args.steps)
+            yield row(f"{name}, fxshard {backend}", dtype, args.width, found, comparable)
             del model
             free()
-        model = fxshard.transform(build(args), mesh=mesh, placements=[Shard(3)], inner_backend=backend)
-        found = measure(model, image, dtype, args.steps)
-        name = f"1 of {world} ranks, no communication" if args.alone else f"{world} GPUs"
-        same = reference is not None and not args.alone and width == args.width
-        more = {"difference": difference(reference, found)} if same and reference else {}
-        yield row(f"{name}, fxshard {backend}", dtype, args.width, found, **more)
-        del model
-        free()
 
 
-def row(name: str, dtype: str, width: int, found: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a measurement with its name and without the gradients."""
+def row(
+    name: str, dtype: str, width: int, found: dict[str, Any], reference: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return a measurement with its name, without the gradients but with how far they are from the reference's."""
     shown = {k: v for k, v in found.items() if k != "gradients"}
+    more = {} if reference is None else {"difference": difference(reference, found)}
     return {"configuration": name, "dtype": dtype, "width": width, **shown, **more}
 
 
@@ -177,12 +186,14 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "input": [args.batch, 3, args.height, args.width],
         "model": args.model,
         "drop_path": args.drop_path,
+        "fallback_random": True,
     }
 
 
 def main() -> int:
     """Run every configuration and write the JSON file on rank 0 as results come."""
     args = parse()
+    inductor_config.fallback_random = True
     start(args.alone)
     image = torch.randn(args.batch, 3, args.height, args.width, generator=torch.Generator().manual_seed(2)).cuda()
     results: list[dict[str, Any]] = []
