@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
 from torch._functorch.aot_autograd import aot_export_module
+from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -41,6 +42,7 @@ __all__ = [
     "_get_default_store",
     "_get_default_timeout",
     "aot_export_module",  # the only capture that is functional, pre-dispatch and keeps no_grad regions
+    "autograd_function_apply",  # what Dynamo makes of a torch.autograd.Function
     "cache_key_tagged",
     "dead_draws_kept",
     "detect_fake_mode",  # Dynamo's mode has to be reused, two modes do not mix
@@ -53,7 +55,7 @@ __all__ = [
     "tag_activation_checkpoint",  # what Dynamo makes of torch.utils.checkpoint
     "unfunctionalized",
     "unsynchronised_batch_norms",
-    "whole_graph_in_ddp",
+    "whole_graphs",
 ]
 
 
@@ -117,14 +119,21 @@ def dead_draws_kept() -> AbstractContextManager[None]:
     return patched
 
 
-def whole_graph_in_ddp() -> AbstractContextManager[None]:
-    """Return a context in which a model inside DistributedDataParallel is captured whole.
+MOST_GRAPHS = 64
+"""How many graphs of one ``forward`` are kept: one for each model of the class, input size, mode and backend."""
 
-    Dynamo otherwise cuts its graph at DDP's buckets before a backend sees it, and each piece would be gathered.
+
+def whole_graphs() -> AbstractContextManager[None]:
+    """Return a context in which a model is captured whole, for each size that it meets.
+
+    Dynamo otherwise cuts the graph of a model inside DistributedDataParallel at the buckets before a backend sees
+    it, and each piece would be gathered; and it gives up at the ninth graph of a function, which two models of one
+    class share.
     """
     from torch._dynamo import config  # noqa: PLC0415  a submodule of its own
 
-    patched: AbstractContextManager[None] = config.patch(optimize_ddp=False)
+    limit = max(config.recompile_limit, MOST_GRAPHS)
+    patched: AbstractContextManager[None] = config.patch(optimize_ddp=False, recompile_limit=limit)
     return patched
 
 

@@ -81,7 +81,8 @@ def collectives_digest(local: fx.GraphModule) -> str:
     """Return a hash of a local graph's collectives, in order, without what differs from rank to rank."""
     sequence = []
     for node in local.graph.nodes:
-        if getattr(node.target, "namespace", "") == "fxshard":
+        # a collective's last argument is its group
+        if getattr(node.target, "namespace", "") == "fxshard" and isinstance(node.args[-1], str):
             geometry = [a for a in node.args[1:-1] if isinstance(a, (list, str, float))]
             sequence.append((str(node.target), geometry))
     return digest(sequence)
@@ -99,17 +100,29 @@ def agree(mesh: DeviceMesh, description: dict[str, str], spent_s: float = 0.0) -
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
-    ranks = _ranks(mesh)
-    timeout_s = TIMEOUT_S + 2 * spent_s
-    prefix = _post(mesh, description)
-    store, said = _get_default_store(), []
-    for other in range(len(ranks)):
+    _raise_on_difference(exchange(mesh, description, TIMEOUT_S + 2 * spent_s))
+
+
+def exchange(mesh: DeviceMesh, said: dict[str, str], timeout_s: float = TIMEOUT_S) -> list[dict[str, str]]:
+    """Return what each rank of ``mesh`` says, in the mesh's order.
+
+    Args:
+        mesh: The spatial mesh.
+        said: What this rank says.
+        timeout_s: How long to wait for a rank, in seconds.
+
+    Raises:
+        RankMismatchError: A rank did not come.
+    """
+    prefix = _post(mesh, said)
+    store, answers = _get_default_store(), []
+    for other in range(len(_ranks(mesh))):
         try:
             store.wait([f"{prefix}/{other}"], timedelta(seconds=timeout_s))
         except Exception as error:
             raise RankMismatchError(_absent(other, timeout_s)) from error
-        said.append(json.loads(store.get(f"{prefix}/{other}")))
-    _raise_on_difference(said)
+        answers.append(json.loads(store.get(f"{prefix}/{other}")))
+    return answers
 
 
 def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
@@ -150,14 +163,23 @@ def _absent(rank: int, timeout_s: float) -> str:
     )
 
 
-def _raise_on_difference(said: Sequence[dict[str, Any]]) -> None:
+def check_failures(said: Sequence[dict[str, Any]]) -> None:
+    """Raise what other ranks posted in place of an answer.
+
+    Raises:
+        RankMismatchError: Some failed.
+    """
     failed = {r: d[FAILED] for r, d in enumerate(said) if FAILED in d}
-    if len(failed) == len(said):
-        return  # each rank raises its own error
     if failed:
         details = "; ".join(f"rank {r}: {text}" for r, text in failed.items())
         msg = f"compilation failed on {len(failed)} of {len(said)} ranks: {details}"
         raise RankMismatchError(msg)
+
+
+def _raise_on_difference(said: Sequence[dict[str, Any]]) -> None:
+    if all(FAILED in d for d in said):
+        return  # each rank raises its own error
+    check_failures(said)
     lines = []
     for name in said[0]:
         values = [d.get(name) for d in said]

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import functools
+import threading
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
-from fxshard._torch import (
-    BackendCompilerFailed,
-    InternalTorchDynamoError,
-    Unsupported,
-    UserError,
-    unsynchronised_batch_norms,
-    whole_graph_in_ddp,
-)
+from fxshard._torch import unsynchronised_batch_norms, whole_graphs
 from fxshard.agreement import announce_failure
+from fxshard.backend import check_choices, split_dims_of
 from fxshard.backend import fxshard as backend
-from fxshard.errors import CaptureError, FxShardError, PlanError
+from fxshard.batch_norms import cumulative_averages
+from fxshard.dynamo import not_captured, own_errors, traceable_call
+from fxshard.errors import PlanError
+from fxshard.local_io import Entrance
+from fxshard.mesh import default_mesh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,6 +38,8 @@ def transform(
     placements: Sequence[Placement] | None = None,
     inner_backend: str = "inductor",
     rng: str = "match",
+    inputs: Literal["global", "local"] = "global",
+    outputs: Literal["global", "local"] = "global",
 ) -> Model:
     """Return ``model`` with a forward that splits the image over the ranks of ``mesh``.
 
@@ -52,10 +54,17 @@ def transform(
         placements: One ``torch.distributed.tensor`` placement for each mesh axis, for the image-like inputs:
             ``[Shard(3)]`` splits the width of (N, C, H, W).  None splits the largest spatial dimensions.
         inner_backend: The Dynamo backend that compiles the rewritten graph: "inductor", "aot_eager", "eager", ...
-        rng: "match": random draws have the bits that the untouched model draws in eager mode.
+        rng: "match": random draws have the bits that the untouched model draws in eager mode; each is drawn whole and
+            cut.  "counter": each rank makes the numbers of its part, hashed from a seed of the default generator and
+            the place in the whole; they are the same for any number of ranks, and not the untouched model's.
+        inputs: "global": every rank passes the whole batch.  "local": the image-like tensors (floating, with the
+            most dimensions) are this rank's part, cut along ``placements``, which are needed then; the gradient of a
+            part is that part of the whole's gradient.  A ``DTensor`` on ``mesh`` is taken as what it is either way.
+        outputs: "global": whole tensors on every rank.  "local": outputs that the plan leaves split are ``DTensor``
+            on ``mesh``; the others are whole.
 
     Returns:
-        A module of the same class.  Every rank passes the whole batch and gets whole outputs.
+        A module of the same class.
 
     Raises:
         FxShardError: (when called) the model cannot be captured whole, the ranks disagree, or the request does
@@ -66,7 +75,14 @@ def transform(
         >>> net(torch.randn(1, 3, 16, 64)).shape
         torch.Size([1, 8, 16, 64])
     """
-    options = {"mesh": mesh, "placements": placements, "inner_backend": inner_backend, "rng": rng}
+    options = {
+        "mesh": mesh,
+        "placements": placements,
+        "inner_backend": inner_backend,
+        "rng": rng,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
     net = object.__new__(type(model))  # not copy.copy: parametrized modules refuse it
     net.__dict__.update(model.__dict__)
     net.__dict__["_compiled_call_impl"] = _compiled_call(net, options)
@@ -74,31 +90,56 @@ def transform(
 
 
 def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
-    compiled = torch.compile(
-        net._call_impl, backend=functools.partial(backend, options=options), fullgraph=True, dynamic=False
-    )
+    entrance = _entrance(options)
+    options = {name: value for name, value in options.items() if name != "inputs"}
+    captured = threading.Event()
+
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        captured.set()
+        return backend(gm, example_inputs, options=options)
+
+    compiled = torch.compile(traceable_call(net), backend=compile_graph, fullgraph=True, dynamic=False)
+    announce = functools.partial(announce_failure, options["mesh"])
 
     @functools.wraps(net.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with whole_graph_in_ddp(), _one_device_batch_norms(net, options["mesh"]):
-                return compiled(*args, **kwargs)
-        except FxShardError:
-            raise
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, FxShardError):
-                raise error.inner_exception from error
-            announce_failure(options["mesh"], str(error))
-            raise
-        except (Unsupported, UserError, InternalTorchDynamoError) as error:
-            msg = f"{type(net).__name__} cannot be captured whole: {error}"
-            announce_failure(options["mesh"], msg)
-            raise CaptureError(msg) from error
-        except Exception as error:
-            announce_failure(options["mesh"], f"{type(error).__name__}: {error}")
-            raise
+        norms = _one_device_batch_norms(net, options["mesh"])
+        with (
+            own_errors(net, announce),
+            whole_graphs(),
+            cumulative_averages(net),
+            norms,
+            entrance.open(args, kwargs) as (given, named),
+        ):
+            outputs = compiled(*given, **named)
+        if not captured.is_set() and _is_new(outputs, (args, kwargs)):
+            raise not_captured(net)
+        return outputs
 
     return call
+
+
+def _is_new(outputs: Any, inputs: Any) -> bool:
+    """Return whether some output is no input: something was computed."""
+    given = {id(leaf) for leaf in tree_leaves(inputs)}
+    return any(isinstance(leaf, torch.Tensor) and id(leaf) not in given for leaf in tree_leaves(outputs))
+
+
+def _entrance(options: dict[str, Any]) -> Entrance:
+    """Return what takes the inputs apart.
+
+    Raises:
+        PlanError: The options do not fit together.
+    """
+    check_choices(options)
+    mesh, placements, local = options["mesh"], options["placements"], options["inputs"] == "local"
+    if local and placements is None:
+        msg = (
+            "inputs='local' says that each rank passes its part: of which dimension? Give placements=[Shard(dim), ...]"
+        )
+        raise PlanError(msg)
+    dims = split_dims_of(placements, len(placements)) if local else None
+    return Entrance(functools.cache(lambda: default_mesh() if mesh is None else mesh), dims, local)
 
 
 def _one_device_batch_norms(net: torch.nn.Module, mesh: DeviceMesh | None) -> AbstractContextManager[None]:

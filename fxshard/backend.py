@@ -16,15 +16,17 @@ from torch.distributed.tensor import Replicate as DTensorReplicate
 from torch.distributed.tensor import Shard as DTensorShard
 
 from fxshard import agreement
-from fxshard._torch import lookup_backend
+from fxshard._torch import FakeTensorMode, detect_fake_mode, lookup_backend
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
+from fxshard.local_io import Part, is_stand_in, part_example, part_of, whole_example, with_local_io
 from fxshard.mesh import default_mesh
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.config import Config
 from fxshard.passes.lower import lower
-from fxshard.passes.pipeline import localized, planned
+from fxshard.passes.pipeline import executable, localized, planned
 from fxshard.passes.replace_random import has_random
+from fxshard.passes.rewrite import OUTPUTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,8 +38,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("fxshard")
 on_compiled: list[Callable[[fx.GraphModule, fx.GraphModule, Config], None]] = []
 """Called with (planned global graph, local graph, config) after each rewrite, before the inner backend."""
-OPTIONS = ("mesh", "placements", "inner_backend", "rng")
-RNG_MODES = ("match",)
+on_first_call: list[Callable[[fx.GraphModule, fx.GraphModule, Config, Sequence[Any]], None]] = []
+"""Called with the same and the inputs when a graph that was compiled meanwhile is first called, before it runs."""
+OPTIONS = ("mesh", "placements", "inner_backend", "rng", "outputs")
+RNG_MODES = ("match", "counter")
+WHERE = ("global", "local")
+"""What inputs and outputs may be."""
 
 
 def fxshard(
@@ -48,7 +54,7 @@ def fxshard(
     Args:
         gm: The graph that Dynamo captured.
         example_inputs: Its inputs.
-        options: ``mesh``, ``placements``, ``inner_backend``, ``rng``: see :func:`fxshard.transform`.
+        options: ``mesh``, ``placements``, ``inner_backend``, ``rng``, ``outputs``: see :func:`fxshard.transform`.
         unknown: Other keywords of ``torch.compile``; refused.
 
     Returns:
@@ -73,20 +79,23 @@ def _compile(
     if wrong:
         msg = f"unknown options {wrong}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
         raise PlanError(msg)
-    if options.get("rng", "match") not in RNG_MODES:
-        msg = f"rng={options['rng']!r} is not there; use one of {RNG_MODES}"
-        raise PlanError(msg)
+    check_choices(options)
     mesh = options.get("mesh")
     mesh = default_mesh() if mesh is None else mesh
-    if mesh.size() == 1:
+    if mesh.size() == 1 and options.get("rng") != "counter":  # counted draws are the same for any number of ranks
         return lookup_backend(options.get("inner_backend", "inductor"))(gm, list(example_inputs))
     started = time.monotonic()
+    mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        config = make_config(mesh, options)
-        graph = planned(gm, example_inputs, config=config)
+        parts = _parts(example_inputs)
+        config = dataclasses.replace(
+            make_config(mesh, options), parts=tuple((number, part.layout) for number, part in parts.items())
+        )
+        wholes = [whole_example(parts[i], mode) if i in parts else v for i, v in enumerate(example_inputs)]
+        graph = planned(gm, wholes, config=config)
         local = localized(graph, config=config)
         local.meta.update(gm.meta)
-        description = _description(graph, local, example_inputs, config)
+        description = _description(graph, local, wholes, config)
     except FxShardError as error:
         agreement.agree(mesh, {agreement.FAILED: str(error)}, time.monotonic() - started)
         raise
@@ -94,7 +103,46 @@ def _compile(
     log.info("compiled %d global nodes to %d local ones", len(graph.graph.nodes), len(local.graph.nodes))
     for observe in on_compiled:
         observe(graph, local, config)
-    return lower(local, example_inputs, config=config)
+    examples = [part_example(parts[i], mode) if i in parts else v for i, v in enumerate(example_inputs)]
+    compiled = lower(executable(local, config=config), examples, config=config)
+    run = with_local_io(compiled, list(parts), mesh, local.meta[OUTPUTS])
+    return _watched(run, graph, local, config) if on_first_call else run
+
+
+def _watched(
+    run: Callable[..., Any], graph: fx.GraphModule, local: fx.GraphModule, config: Config
+) -> Callable[..., Any]:
+    """Return ``run`` with the observers told of its first call."""
+    pending = list(on_first_call)
+
+    def watched(*inputs: Any) -> Any:
+        while pending:
+            pending.pop(0)(graph, local, config, inputs)
+        return run(*inputs)
+
+    return watched
+
+
+def check_choices(options: dict[str, Any]) -> None:
+    """Check the options that have a few words to choose from.
+
+    Raises:
+        PlanError: One has another word.
+    """
+    for name, words in (("rng", RNG_MODES), ("inputs", WHERE), ("outputs", WHERE)):
+        if options.get(name, words[0]) not in words:
+            msg = f"{name}={options[name]!r} is not there; use one of {words}"
+            raise PlanError(msg)
+
+
+def _parts(example_inputs: Sequence[Any]) -> dict[int, Part]:
+    """Return the inputs of which this rank passes its part, by number."""
+    found = {}
+    for number, value in enumerate(example_inputs):
+        part = part_of(value) if is_stand_in(value) else None
+        if part is not None:
+            found[number] = part
+    return found
 
 
 def make_config(mesh: DeviceMesh, options: dict[str, Any]) -> Config:
@@ -114,6 +162,7 @@ def make_config(mesh: DeviceMesh, options: dict[str, Any]) -> Config:
         rank=Rank(tuple(coords), tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))),
         inner_backend=options.get("inner_backend", "inductor"),
         rng=options.get("rng", "match"),
+        local_outputs=options.get("outputs") == "local",
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import fxshard
-from fxshard import demo
+from fxshard import demo, plan_command, verify_command
 from fxshard.errors import FxShardError
 from fxshard.workers import WorkerError
 
@@ -47,6 +47,18 @@ class Command:
 COMMANDS = (
     Command(
         "demo", "train a model split over ranks next to the same training on one device", demo.add_arguments, demo.run
+    ),
+    Command(
+        "plan",
+        "say what a model would hold and send on so many ranks, without running it",
+        plan_command.add_arguments,
+        plan_command.run,
+    ),
+    Command(
+        "verify",
+        "compare a model on real ranks with the untouched model on one device",
+        verify_command.add_arguments,
+        verify_command.run,
     ),
 )
 

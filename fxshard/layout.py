@@ -224,6 +224,38 @@ def even_bounds(size: int, ranks: int, multiple: int = 1) -> tuple[int, ...]:
     return (0, *inner, size)
 
 
+def chunk_bounds(size: int, ranks: int) -> tuple[int, ...]:
+    """Return the bounds of ``torch.chunk``, which are DTensor's.
+
+    Example:
+        >>> chunk_bounds(97, 3), chunk_bounds(4, 3)
+        ((0, 33, 66, 97), (0, 2, 4, 4))
+    """
+    step = -(-size // ranks)
+    return tuple(min(size, r * step) for r in range(ranks + 1))
+
+
+def in_chunks(layout: Layout, shape: Sequence[int]) -> Layout:
+    """Return the nearest layout that a DTensor can hold: chunks, and each dimension split once.
+
+    Args:
+        layout: How a plan leaves a value.
+        shape: Its global shape.
+
+    Example:
+        >>> str(in_chunks(Layout((Shard(1, (0, 64, 97)), Partial())), (8, 97)))
+        '[S(1; 0,49,97), R]'
+    """
+    axes: list[Placement] = []
+    for placement in layout:
+        taken = {p.dim for p in axes if isinstance(p, Shard)}
+        if isinstance(placement, Shard) and placement.outer == 1 and placement.dim not in taken:
+            axes.append(Shard(placement.dim, chunk_bounds(shape[placement.dim], placement.ranks)))
+        else:
+            axes.append(Replicate())
+    return Layout(tuple(axes))
+
+
 def spread_bounds(bounds: Sequence[int]) -> tuple[int, ...] | None:
     """Return the bounds moved apart so that no rank is empty, or None when there are fewer columns than ranks.
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
+"""How Dynamo names the module that is called."""
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n *(?P<code>.+)', re.MULTILINE)
 
 
@@ -43,7 +45,7 @@ def module_path(node: fx.Node) -> str:
     if node.op == "placeholder" or not stack:
         return ""
     path = str(list(stack.values())[-1][0])
-    return re.sub(r"^L\['self'\]\.?", "", path)
+    return _ROOT.sub("", path)
 
 
 def origins(planned: fx.GraphModule, local: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.Node]]:

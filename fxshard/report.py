@@ -246,10 +246,10 @@ def _with_gradient(planned: fx.GraphModule, local: fx.GraphModule) -> set[fx.Nod
     """Return the local nodes that a gradient passes."""
     captured: Captured = planned.meta[KEY]
     needs_grad = iter(captured.requires_grad)
-    found, enabled = set(), True
+    found, enabled = set(), captured.grad_enabled
     for node in local.graph.nodes:
         if node.op == "placeholder":
-            passes = next(needs_grad)
+            passes = next(needs_grad) and enabled
         else:
             if node.target is set_grad_enabled:
                 enabled = bool(node.args[0])

@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -40,6 +41,7 @@ __all__ = ["Failure", "RankPool", "WorkerError", "default_meshes", "mesh"]
 
 _STACK_WAIT_S = 1.0
 _LEAST_START_S = 120.0  # on a busy machine importing torch in every rank takes its time
+_ENVIRONMENT = threading.Lock()
 
 
 class WorkerError(FxShardError):
@@ -274,16 +276,21 @@ def _rank_environment(device: str) -> Iterator[None]:
     wanted = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": loopback}
     if device == "cpu":
         wanted["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else every rank starts a compile pool of its own
-    before = {key: os.environ.get(key) for key in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
+    with _ENVIRONMENT:  # pools may be started by several threads
+        before = {key: os.environ.get(key) for key in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            _restore(before)
+
+
+def _restore(before: dict[str, str | None]) -> None:
+    for key, value in before.items():
+        if value is None:
+            del os.environ[key]
+        else:
+            os.environ[key] = value
 
 
 def _name(fn: Callable[..., Any]) -> str:

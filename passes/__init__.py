@@ -4,6 +4,7 @@
                  --replace_random--> the same, draws as ordered nodes
                  --plan-->           the same, a layout on every node (``fxshard.values``)
                  --rewrite-->        one rank's local graph with communication nodes
+                 --wrap_...-->       custom backwards and checkpoints as submodules
                  --lower-->          those nodes as functional collectives in the inner backend
 
 A pass is ``(gm, *, config) -> gm``, does one thing, is idempotent, a no-op without a match, and keeps

@@ -16,6 +16,7 @@ outputs are buffer updates, which inputs need gradients and which are the model'
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from fxshard._torch import (
     FakeTensor,
     FakeTensorMode,
     aot_export_module,
+    autograd_function_apply,
     dead_draws_kept,
     detect_fake_mode,
     is_module_state,
@@ -34,6 +36,7 @@ from fxshard._torch import (
     tag_activation_checkpoint,
 )
 from fxshard.errors import CaptureError
+from fxshard.passes.custom_functions import refuse_draws, run_custom_function
 from fxshard.passes.hidden_updates import VISIBLE
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 
 KEY = "fxshard_capture"
 SOURCE = "_dynamo_source"
+_region_numbers = itertools.count()
+"""Of activation checkpoints: torch's partitioner keeps what a region hands to one of a higher number."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,13 @@ class Captured:
         updates: For each leading output, the index of the input that it is the new value of.
         requires_grad: For each input, whether it needs a gradient.
         is_state: For each input, whether it is a parameter or buffer of the model.
+        grad_enabled: Whether gradients are recorded where the graph begins.
     """
 
     updates: tuple[int, ...]
     requires_grad: tuple[bool, ...]
     is_state: tuple[bool, ...]
+    grad_enabled: bool
 
 
 class _Runner(fx.Interpreter):
@@ -72,12 +79,16 @@ class _Runner(fx.Interpreter):
             raise CaptureError(msg) from error
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the target with every update visible; of a checkpoint, its region."""
+        """Run the target with every update visible; of a checkpoint, its region; of a custom function, its bodies."""
+        if target is autograd_function_apply:
+            forward, backward, *inputs = args
+            return run_custom_function(_Runner(forward).run, _Runner(backward).run, tuple(inputs), kwargs)
         if target is not tag_activation_checkpoint:
             return super().call_function(VISIBLE.get(target, target), args, kwargs)
         region, *inputs = args
+        number = next(_region_numbers)
         for node in region.graph.nodes:
-            node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": id(region)}
+            node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": number}
         return _Runner(region).run(*inputs)
 
 
@@ -141,6 +152,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         msg = f"the model cannot be captured as a functional graph: {error}"
         raise CaptureError(msg) from error
     assert isinstance(captured, fx.GraphModule)
+    refuse_draws(captured)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for ours, theirs in zip((n for n in captured.graph.nodes if n.op == "placeholder"), placeholders, strict=True):
         if hasattr(theirs, SOURCE):  # inner backends read from it which inputs are the model's own
@@ -153,5 +165,6 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         updates=tuple(names.index(target) for target in signature.user_inputs_to_mutate.values()),
         requires_grad=tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in example_inputs),
         is_state=tuple(is_module_state(p, v) for p, v in zip(placeholders, example_inputs, strict=True)),
+        grad_enabled=torch.is_grad_enabled(),
     )
     return captured

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fxshard.emitter import Rank
+    from fxshard.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Config:
             -1 replicates on that axis.
         rank: Whose local graph is made; None while nobody's is (planning needs none).
         inner_backend: The Dynamo backend that compiles the local graph.
-        rng: "match": draws equal the untouched model's in eager mode.
+        rng: "match": draws equal the untouched model's in eager mode; "counter": each rank makes its part.
+        parts: The layout of each graph input of which a rank passes its part, by the input's number.
+        local_outputs: Whether outputs that are split leave the graph split.
     """
 
     mesh_shape: tuple[int, ...]
@@ -27,3 +30,5 @@ class Config:
     rank: Rank | None
     inner_backend: str = "inductor"
     rng: str = "match"
+    parts: tuple[tuple[int, Layout], ...] = ()
+    local_outputs: bool = False

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING, Any
 from fxshard.errors import FxShardError
 from fxshard.passes.apply_autocast import apply_autocast
 from fxshard.passes.capture import capture
+from fxshard.passes.count_random import count_random
 from fxshard.passes.lower import without_autocast
 from fxshard.passes.plan import plan
+from fxshard.passes.push_splits import push_splits
 from fxshard.passes.replace_random import replace_random
 from fxshard.passes.rewrite import rewrite
-from fxshard.passes.shrink_factories import shrink_factories
+from fxshard.passes.wrap_checkpoints import wrap_checkpoints
+from fxshard.passes.wrap_gradients import wrap_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,11 +47,19 @@ def planned(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config
     explicit = run_pass(apply_autocast, gm, example_inputs=example_inputs)
     with without_autocast():
         captured = capture(explicit, example_inputs)
+    if config.rng == "counter":
+        captured = run_pass(count_random, captured)
     captured = run_pass(replace_random, captured)
     decided = run_pass(plan, captured, config=config)
-    return run_pass(shrink_factories, decided, config=config)
+    return run_pass(push_splits, decided, config=config)
 
 
 def localized(planned_graph: fx.GraphModule, *, config: Config) -> fx.GraphModule:
     """Return the local graph of ``config.rank``."""
     return run_pass(rewrite, planned_graph, config=config)
+
+
+def executable(local: fx.GraphModule, *, config: Config) -> fx.GraphModule:
+    """Return a local graph with what autograd has to treat as one piece in submodules."""
+    local = run_pass(wrap_gradients, local)
+    return run_pass(wrap_checkpoints, local, config=config)

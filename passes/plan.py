@@ -124,6 +124,10 @@ class _Planner:
         self.image_dims = max((tensor_value(n).ndim for n in self.images), default=0)
         self.bounds: dict[tuple[int, int], tuple[int, ...]] = {}
         self.whole = replicated(len(config.mesh_shape))
+        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        self.given = {inputs[number]: layout for number, layout in config.parts}
+        for layout in self.given.values():
+            self._keep_bounds(layout)
 
     def visit(self, node: fx.Node) -> fx.Node:
         """Plan ``node`` and return the next node to visit."""
@@ -138,10 +142,13 @@ class _Planner:
         return node.next
 
     def _input_layout(self, node: fx.Node) -> Layout:
+        if node in self.given:
+            return self.given[node]
         axes: list[Placement] = []
-        for dim, ranks in zip(self.dims, self.config.mesh_shape, strict=True):
+        for axis, (dim, ranks) in enumerate(zip(self.dims, self.config.mesh_shape, strict=True)):
             size = tensor_value(node).shape[dim] if node in self.images and 0 <= dim < tensor_value(node).ndim else 0
-            axes.append(Shard(dim, aligned_bounds(size, ranks)) if size >= ranks > 1 else Replicate())
+            bounds = self.bounds.get((axis, size)) or aligned_bounds(size, ranks)
+            axes.append(Shard(dim, bounds) if size >= ranks > 1 else Replicate())
         return Layout(tuple(axes))
 
     def _visit_call(self, node: fx.Node) -> fx.Node:
@@ -184,7 +191,11 @@ class _Planner:
         """Keep the bounds of each map size, and which values come from an image."""
         if any(n in self.images for n in call.inputs):
             self.images.add(call.node)
-        for axis, placement in enumerate(outputs[0] if outputs else ()):
+        if outputs:
+            self._keep_bounds(outputs[0])
+
+    def _keep_bounds(self, layout: Layout) -> None:
+        for axis, placement in enumerate(layout):
             if isinstance(placement, Shard) and placement.dim == self.dims[axis] and placement.outer == 1:
                 self.bounds[axis, placement.size] = placement.bounds
 

@@ -109,9 +109,9 @@ def replace_random(gm: GraphModule) -> GraphModule:
     for node in list(gm.graph.nodes):
         call = OpCall(node) if draws(node) else None
         if call is not None and call.arguments.get("generator") is None:
-            results = _replacement(_Site(call))
+            results = _replacement(Site(call))
             if results is not None:
-                _substitute(node, results)
+                substitute(node, results)
     _chain_tokens(gm)
     _keep_last_draw(gm)
     return gm
@@ -160,8 +160,12 @@ def _all_nodes(gm: GraphModule) -> Iterator[Node]:
 
 
 @dataclass(frozen=True)
-class _Site:
-    """Where a random node stands: new nodes go in front of it and take its source location."""
+class Site:
+    """Where a random node stands: new nodes go in front of it and take its source location.
+
+    Args:
+        call: The random node's call.
+    """
 
     call: OpCall
 
@@ -191,7 +195,7 @@ def _call(graph: torch.fx.Graph, origin: Node, target: Any, args: tuple[Any, ...
 Results: TypeAlias = tuple[Node, ...]
 
 
-def _replacement(site: _Site) -> Results | None:
+def _replacement(site: Site) -> Results | None:
     """Return the nodes that stand for the outputs of the site's node, or None where it stays."""
     special = _SPECIAL.get(site.call.op)
     if special is not None:
@@ -200,7 +204,7 @@ def _replacement(site: _Site) -> Results | None:
     return None if draw is None else (_plain_draw(site, draw),)
 
 
-def _plain_draw(site: _Site, draw: Draw) -> Node:
+def _plain_draw(site: Site, draw: Draw) -> Node:
     call = site.call
     result = tensor_value(call.node)
     params = [call[p] if isinstance(p, str) else p for p in draw.params]
@@ -217,7 +221,7 @@ def _is_out_of_place(call: OpCall) -> bool:
     return call.op is aten.bernoulli.p and name.endswith(".bernoulli")
 
 
-def _dropout(site: _Site) -> Results:
+def _dropout(site: Site) -> Results:
     """Return dropout's output as ``_dropout_impl`` and the fused kernel of ATen/native/Dropout.cpp compute it."""
     node, p = site.call["input"], site.call["p"]
     x = tensor_value(node)
@@ -232,7 +236,7 @@ def _dropout(site: _Site) -> Results:
     return (site.add(aten.mul.Tensor, node, noise),)
 
 
-def _native_dropout(site: _Site) -> Results | None:
+def _native_dropout(site: Site) -> Results | None:
     node, p = site.call["input"], site.call["p"]
     x = tensor_value(node)
     if x.numel() == 0:
@@ -241,7 +245,7 @@ def _native_dropout(site: _Site) -> Results | None:
     return _scaled(site, node, mask, p), mask
 
 
-def _scaled(site: _Site, node: Node, mask: Node, p: float) -> Node:
+def _scaled(site: Site, node: Node, mask: Node, p: float) -> Node:
     return site.add(aten.mul.Scalar, site.add(aten.mul.Tensor, node, mask), _scale(p, tensor_value(node)))
 
 
@@ -262,7 +266,7 @@ def _misalignment(x: torch.Tensor) -> int:
     return int(x.storage_offset()) % ALIGNED_ELEMENTS
 
 
-def _rrelu(site: _Site) -> Results:
+def _rrelu(site: Site) -> Results:
     call = site.call
     x = call["self"]
     given = site.add(aten.detach.default, x)
@@ -270,14 +274,15 @@ def _rrelu(site: _Site) -> Results:
     return (site.add(aten.mul.Tensor, x, noise),)
 
 
-_SPECIAL: dict[torch._ops.OpOverload, Callable[[_Site], Results | None]] = {
+_SPECIAL: dict[torch._ops.OpOverload, Callable[[Site], Results | None]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _native_dropout,
     aten.rrelu.default: _rrelu,
 }
 
 
-def _substitute(node: Node, results: Results) -> None:
+def substitute(node: Node, results: Results) -> None:
+    """Let ``results`` stand for the outputs of ``node``, and take it out of the graph."""
     if is_tensor(node):
         node.replace_all_uses_with(results[0])
     else:

@@ -22,13 +22,17 @@ from torch import fx
 from fxshard._torch import set_grad_enabled
 from fxshard.conversion import convert
 from fxshard.emitter import Emitter
-from fxshard.layout import Layout, replicated
+from fxshard.layout import Layout, in_chunks, replicated
+from fxshard.ops.memory import empty_like_order, memory_order
 from fxshard.passes.capture import KEY, SOURCE, Captured
 from fxshard.rules import OpCall, emit_same, find_rule
-from fxshard.values import NodePlan, is_tensor, plan_of
+from fxshard.values import NodePlan, is_tensor, plan_of, tensor_value
 
 if TYPE_CHECKING:
     from fxshard.passes.config import Config
+
+OUTPUTS = "fxshard_outputs"
+VALUES = "fxshard_values"
 
 
 def rewrite(gm: fx.GraphModule, *, config: Config) -> fx.GraphModule:
@@ -39,8 +43,10 @@ def rewrite(gm: fx.GraphModule, *, config: Config) -> fx.GraphModule:
         config: The mesh and the rank.
 
     Returns:
-        A new graph module with the same inputs and the same outputs (global, without the buffer updates, which
-        it writes to the buffers itself).
+        A new graph module with the same inputs and the same outputs (global, unless the configuration says local;
+        without the buffer updates, which it writes to the buffers itself).  ``meta["fxshard_outputs"]`` has the
+        layout of each output and the output's global fake value, ``meta["fxshard_values"]`` the names of the local
+        nodes that hold the parts of each global one.
     """
     return _Rewriter(gm, config).run()
 
@@ -59,8 +65,10 @@ class _Rewriter:
         self.buffers: list[fx.Node] = []
         self.converted: dict[tuple[Any, ...], fx.Node] = {}
         self.needs_grad: dict[fx.Node, bool] = {}
-        self.grad_region, self.grad_enabled = 0, True
+        self.grad_region, self.grad_enabled = 0, self.captured.grad_enabled
         self.whole = replicated(len(config.mesh_shape))
+        self.parts: set[fx.Node] = set()
+        self.outputs: list[tuple[Layout, torch.Tensor | None]] = []
 
     def run(self) -> fx.GraphModule:
         """Return the local graph module."""
@@ -77,6 +85,8 @@ class _Rewriter:
         for name, constant in self.emitter.constants.items():
             self.gm.register_buffer(name, constant, persistent=False)
         local = fx.GraphModule(self.gm, self.emitter.graph)
+        local.meta[OUTPUTS] = tuple(self.outputs)
+        local.meta[VALUES] = {n.name: v.name for n, v in self.local.items() if isinstance(v, fx.Node) and is_tensor(n)}
         local.graph.lint()
         return local
 
@@ -93,11 +103,12 @@ class _Rewriter:
     def _placeholders(self) -> None:
         """Emit the inputs, whole as they are passed, then the slices of those that are planned split."""
         inputs = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+        self.parts = {inputs[number] for number, _ in self.config.parts}
         for node, needs_grad in zip(inputs, self.captured.requires_grad, strict=True):
             self.emitter.origin, self.needs_grad[node] = node, needs_grad
             self.local[node] = made = self.emitter.graph.placeholder(str(node.target))
             self.emitter.adopt(made)
-            made.meta["val"] = node.meta.get("val")
+            made.meta["val"] = self._part_value(node) if node in self.parts else node.meta.get("val")
             if hasattr(node, SOURCE):
                 setattr(made, SOURCE, getattr(node, SOURCE))
         for target in self.captured.updates:  # autograd may keep what is read of a buffer that is written below
@@ -106,8 +117,15 @@ class _Rewriter:
             self.local[node] = self.emitter.call(torch.ops.aten.clone.default, self.local[node])
         for node in inputs:
             self.emitter.origin = node
-            if self.needs_grad[node]:  # once, so that its gradient is put together once
+            if self.needs_grad[node] and node not in self.parts:  # once, so that its gradient is put together once
                 self.local[node] = convert(self.emitter, self.local[node], self.whole, _first_output(node))
+
+    def _part_value(self, node: fx.Node) -> torch.Tensor:
+        """Return the fake value of an input of which this rank passes its part."""
+        value = tensor_value(node)
+        shape = _first_output(node).local_shape(value.shape, self.rank.coords)
+        with self.emitter.fake_mode:
+            return empty_like_order(value, shape, memory_order(value))
 
     def _get_attr(self, node: fx.Node) -> fx.Node:
         made = self.emitter.graph.get_attr(str(node.target))
@@ -134,8 +152,9 @@ class _Rewriter:
 
     def _operator(self, node: fx.Node, found: NodePlan) -> Any:
         call, axes = OpCall(node), found.sharded_axes
-        inputs = [self._input(n, want, axes) for n, want in zip(call.inputs, found.inputs, strict=True)]
         rule = find_rule(call.op)
+        summed = frozenset[int]() if rule and rule.whole_gradients else axes
+        inputs = [self._input(n, want, summed) for n, want in zip(call.inputs, found.inputs, strict=True)]
         emit = rule.emit if rule and (axes or rule.always) else emit_same
         made = emit(self.emitter, call, found, inputs)
         self._check(node, found, made)
@@ -167,21 +186,31 @@ class _Rewriter:
 
     def _layout(self, node: fx.Node) -> Layout:
         """Return how the local value of ``node`` is placed."""
-        if not is_tensor(node) or (node.op == "placeholder" and not self.needs_grad[node]):
+        sliced = node.op != "placeholder" or self.needs_grad[node] or node in self.parts
+        if not is_tensor(node) or not sliced:
             return self.whole
         return _first_output(node)
 
     def _output(self, node: fx.Node) -> None:
-        """Emit the buffer updates and the outputs, whole."""
-        results = [self._whole(value) for value in node.args[0]]  # type: ignore[union-attr]
-        count = len(self.buffers)
-        for buffer, value in zip(self.buffers, results[:count], strict=True):
-            update = self.emitter.call(torch.ops.aten.detach.default, value)  # a buffer is not differentiated
+        """Emit the buffer updates, as the buffers are, and the outputs: whole, or as a DTensor holds them."""
+        values, count = list(node.args[0]), len(self.buffers)  # type: ignore[arg-type]
+        inputs = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+        updated = [inputs[target] for target in self.captured.updates]
+        for target, buffer, value in zip(updated, self.buffers, values[:count], strict=True):
+            want = self._layout(target) if target in self.parts else self.whole
+            new = self._input(value, want, frozenset()) if isinstance(value, fx.Node) else value
+            update = self.emitter.call(torch.ops.aten.detach.default, new)  # a buffer is not differentiated
             self.emitter.call(torch.ops.aten.copy_.default, buffer, update)
-        self.emitter.graph.output(tuple(results[count:]))
+        self.emitter.graph.output(tuple(self._result(value) for value in values[count:]))
 
-    def _whole(self, value: Any) -> Any:
-        return self._input(value, self.whole, frozenset()) if isinstance(value, fx.Node) else value
+    def _result(self, value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            self.outputs.append((self.whole, None))
+            return value
+        split = self.config.local_outputs and is_tensor(value)
+        layout = in_chunks(self._layout(value), tensor_value(value).shape) if split else self.whole
+        self.outputs.append((layout, value.meta["val"]))
+        return self._input(value, layout, frozenset())
 
 
 def _first_output(node: fx.Node) -> Layout:

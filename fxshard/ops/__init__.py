@@ -14,8 +14,9 @@ operator             does                            backward
 ``redistribute``     Shard(a) -> Shard(b)            the reverse ``redistribute``
 ===================  ==============================  ====================================
 
-Importing this package defines all of them.  Ranks are group-relative and arguments, so that a graph says on its
-own what a rank does.
+``custom_gradient`` marks a backward of the user's own, ``random`` draws what eager mode draws, ``counter`` a part of
+what a seed says.  Importing this package defines all of them.  Ranks are group-relative and arguments, so that a
+graph says on its own what a rank does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from __future__ import annotations
 from fxshard.ops import (
     all_gather,
     all_reduce,
+    counter,
+    custom_gradient,
     halo_accumulate,
     halo_exchange,
     random,
@@ -38,6 +41,8 @@ __all__ = [
     "Traffic",
     "all_gather",
     "all_reduce",
+    "counter",
+    "custom_gradient",
     "halo_accumulate",
     "halo_exchange",
     "lowering_hash",

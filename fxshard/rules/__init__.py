@@ -5,6 +5,8 @@ from fxshard.rules import (  # noqa: F401  importing registers the rules
     attention,
     conv,
     conv_transpose,
+    counter,
+    custom_gradient,
     extremum,
     factory,
     indexing,

@@ -1,7 +1,7 @@
 """Constant maps: zeros, ones and full tensors are whole until it is known who uses them.
 
 Every position has the same value, so any part of the map is made as easily as the whole:
-:func:`fxshard.passes.shrink_factories` gives such a tensor the split that its users want, and each rank makes its
+:func:`fxshard.passes.push_splits` gives such a tensor the split that its users want, and each rank makes its
 own part.  Other factories (``arange``, ``linspace``, ``eye``) are small or grids; they are made whole and sliced.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxshard.layout import Placement, Replicate
+from fxshard.layout import Placement, Replicate, Shard
 from fxshard.rules.rule import Choice, Row, rule
 
 if TYPE_CHECKING:
@@ -38,10 +38,14 @@ CONSTANT_FACTORIES = (
 """Operators whose result has one value everywhere (or none), with its shape in the argument ``size``."""
 
 
-@rule(*CONSTANT_FACTORIES, emit=lambda *a: _emit_part(*a), nested=True)
+@rule(*CONSTANT_FACTORIES, emit=lambda *a: _emit_part(*a), nested=True, split_as=lambda *a: _split(*a))
 def place_factory(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Make it whole: only the dtype and device of an input matter."""
     return Row(at, (Replicate(),))
+
+
+def _split(call: OpCall, at: tuple[Placement, ...], wanted: Shard) -> Row:
+    return Row(at, (wanted,))
 
 
 def _emit_part(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:

@@ -71,10 +71,18 @@ def place_pad(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     if isinstance(call.arguments.get("value"), complex):
         return Gather("a complex constant")
     if _fill(call).mode == "circular" and min(amounts) < 0:
+        if _overlaps(call.shape(0), amounts):
+            return Gather("a circular padding wider than what a crop leaves: ATen's result is what its loop overwrites")
         return Expand(_circular_crop)
     stencil = Stencil(padding=amounts[behind])
     shards = stencil_shards(image, stencil, call.out_shape[image.dim], _fill(call))
     return shards if isinstance(shards, Gather) else Row((shards[0],), (shards[1],))
+
+
+def _overlaps(shape: Sequence[int], amounts: Sequence[int]) -> bool:
+    """Whether a padding is wider than what its dimension's crop leaves; ATen compares it with the whole dimension."""
+    ends = zip(reversed(shape), amounts[::2], amounts[1::2], strict=False)
+    return any(max(before, behind) > size + min(before, 0) + min(behind, 0) for size, before, behind in ends)
 
 
 def _circular_crop(x: Tensor, pad: Sequence[int], *_: Any) -> Tensor:

@@ -63,6 +63,7 @@ def aligned(shape: Sequence[int], shard: Shard, out_shape: Sequence[int]) -> Pla
 @rule(
     torch.Tag.pointwise,
     aten.hardswish.default,  # from here on: pointwise, but not tagged so
+    aten.leaky_relu.default,  # not tagged in torch 2.11
     aten.rsub.Tensor,
     aten.floor_divide.default,
     aten.floor_divide.Scalar,
@@ -95,6 +96,7 @@ def aligned(shape: Sequence[int], shard: Shard, out_shape: Sequence[int]) -> Pla
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
     nested=True,
+    split_as=lambda *a: _split(*a),
 )
 def place_pointwise(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Bring every input to the split of the largest."""
@@ -103,8 +105,13 @@ def place_pointwise(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     shard = leading_shard(shapes, at, out_shape)
     if shard is None:
         return Gather("no input is split along an output dimension")
-    wanted = tuple(aligned(shape, shard, out_shape) for shape in shapes)
-    return Row(wanted, (shard,) * len(call.output_values))
+    return _split(call, at, shard)
+
+
+def _split(call: OpCall, at: tuple[Placement, ...], wanted: Shard) -> Row:
+    shapes = (call.shape(i) for i in range(len(call.inputs)))
+    inputs = tuple(aligned(shape, wanted, call.out_shape) for shape in shapes)
+    return Row(inputs, (wanted,) * len(call.output_values))
 
 
 @rule(aten.log_sigmoid.default)

@@ -243,6 +243,8 @@ def _read(resample: Resample, lo: int, hi: int) -> Interval:
 
 def _commutes(resample: Resample, window: Interval, computed: Interval, share: Interval) -> bool:
     """Whether resizing the window gives the outputs of ``share`` as resizing the image does."""
+    if not computed[0] <= share[0] <= share[1] <= computed[1]:  # a scale factor that is not the sizes' reads elsewhere
+        return False
     local = replace(resample, in_size=window[1] - window[0], out_size=computed[1] - computed[0])
     for whole, part in (*((resample, kernel) for kernel in local.kernels), (resample.backward, local.backward)):
         rows, local_rows = all_taps(whole), all_taps(part)

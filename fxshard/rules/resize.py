@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxshard.layout import Interval, Placement, Shard, Window
+from fxshard.layout import Interval, Placement, Replicate, Shard, Window
 from fxshard.rules.reduce import LOW_PRECISION
 from fxshard.rules.resample import Kind, Resample, all_taps, split_resample, tap_columns
 from fxshard.rules.rule import Choice, Gather, Row, rule
@@ -100,7 +100,11 @@ def _computes_in_double(x: torch.Tensor, out_shape: Sequence[int]) -> bool:
     return x.ndim != 4 or sum(out_shape[FIRST:]) > 128
 
 
-@rule(*(getattr(packet, name) for packet in KINDS for name in ("default", "vec")), emit=lambda *a: _emit_resize(*a))
+@rule(
+    *(getattr(packet, name) for packet in KINDS for name in ("default", "vec")),
+    emit=lambda *a: _emit_resize(*a),
+    split_as=lambda *a: _split_resize(*a),
+)
 def place_resize(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Fetch what a rank's outputs read of a split spatial dimension; leave a split batch or channel alone."""
     (image,) = at
@@ -109,16 +113,35 @@ def place_resize(call: OpCall, at: tuple[Placement, ...]) -> Choice:
         return Row((image,), (image,))
     if image.outer != 1:
         return Gather("the split dimension is a flattened one")
+    reason = _refusal(call)
+    if reason:
+        return Gather(reason)
     resample = _resamples(call)[image.dim]
-    special = next((r for r in _resamples(call).values() if r.is_special), None)
-    if special is not None:
-        return Gather(f"scale factor {special.scale} between sizes {special.in_size} and {special.out_size}")
-    if not (tensor_value(call.inputs[0]).is_floating_point() or resample.kind.startswith("nearest")):
-        return Gather("integer images are rounded by the operator")
     split = split_resample(resample, image.bounds)
     if split is None:
         return Gather(f"{resample.out_size} output columns for {image.ranks} ranks")
     return Row((holding(image, Window(split.windows)),), (Shard(image.dim, split.bounds),))
+
+
+def _refusal(call: OpCall) -> str:
+    """Return why the operator's values cannot be had in parts; empty where they can."""
+    resamples = _resamples(call).values()
+    kind = KINDS[call.op.overloadpacket]
+    special = next((r for r in resamples if r.is_special), None)
+    if kind.endswith("-aa") and call.out_shape[-1] == 1:
+        return "antialiasing to one column: ATen's kernel for CPUs gives every row the values of the first"
+    if special is not None:
+        return f"scale factor {special.scale} between sizes {special.in_size} and {special.out_size}"
+    if not (tensor_value(call.inputs[0]).is_floating_point() or kind.startswith("nearest")):
+        return "integer images are rounded by the operator"
+    return ""
+
+
+def _split_resize(call: OpCall, at: tuple[Placement, ...], wanted: Shard) -> Row | None:
+    """Make a part of the output from a whole image, which every rank has: a pyramid's few pixels."""
+    if wanted.dim < FIRST:
+        return Row((wanted,), (wanted,))
+    return Row((Replicate(),), (wanted,)) if wanted.outer == 1 and not _refusal(call) else None
 
 
 @dataclass(frozen=True)
@@ -154,6 +177,10 @@ def _parts(emitter: Emitter, call: OpCall, plan: NodePlan) -> dict[int, _Part]:
             is_cut = split.computed not in (None, split.shares)
             part = parts[shard.dim]
             parts[shard.dim] = _Part(part.resample, split.windows[coord], split.shares[coord], computed, is_cut)
+    for axis, (have, made) in enumerate(zip(plan.inputs[0], plan.outputs[0], strict=True)):
+        if isinstance(have, Replicate) and isinstance(made, Shard):
+            share = made.interval(emitter.rank.coords[axis])
+            parts[made.dim] = _Part(parts[made.dim].resample, parts[made.dim].window, share, None)
     return parts
 
 

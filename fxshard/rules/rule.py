@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
     from fxshard.emitter import Emitter
-    from fxshard.layout import Placement
+    from fxshard.layout import Placement, Shard
     from fxshard.rules.call import OpCall
     from fxshard.values import NodePlan
 
@@ -72,6 +72,7 @@ class Gather:
 
 Choice: TypeAlias = Row | Expand | Gather
 Place: TypeAlias = "Callable[[OpCall, tuple[Placement, ...]], Choice]"
+SplitAs: TypeAlias = "Callable[[OpCall, tuple[Placement, ...], Shard], Row | None]"
 Emit: TypeAlias = "Callable[[Emitter, OpCall, NodePlan, Sequence[Node]], Node | tuple[Node, ...]]"
 
 
@@ -91,6 +92,8 @@ class Rule:
         nested: Whether the rule is right when two axes split the same dimension.
         always: Whether ``place`` is asked although every input is replicated.
         enters: Whether the operator is worth splitting a replicated map for: its first input is the image.
+        whole_gradients: Whether a replicated input's gradient is whole although the work is split.
+        split_as: How a whole result is made in parts: the row for one axis, given where the inputs are, or None.
     """
 
     place: Place
@@ -98,6 +101,8 @@ class Rule:
     nested: bool = False
     always: bool = False
     enters: bool = False
+    whole_gradients: bool = False
+    split_as: SplitAs | None = None
 
 
 _RULES: dict[torch._ops.OpOverload | torch.Tag, Rule] = {}
@@ -109,6 +114,8 @@ def rule(
     nested: bool = False,
     always: bool = False,
     enters: bool = False,
+    whole_gradients: bool = False,
+    split_as: SplitAs | None = None,
 ) -> Callable[[Place], Place]:
     """Register the decorated function as the placement rule of ``ops``.
 
@@ -119,6 +126,8 @@ def rule(
         nested: Whether two axes may split the same dimension.
         always: Whether to ask although every input is replicated.
         enters: Whether to split a replicated map again for this operator.
+        whole_gradients: Whether the gradients of replicated inputs need no sum over the ranks.
+        split_as: How a whole result is made in parts.
 
     Raises:
         FxShardError: An operator has a rule already.
@@ -129,7 +138,7 @@ def rule(
             if op in _RULES:
                 msg = f"{op} has a rule already ({_RULES[op].place.__module__}); an operator has one rule"
                 raise FxShardError(msg)
-            _RULES[op] = Rule(place, emit, nested, always, enters)
+            _RULES[op] = Rule(place, emit, nested, always, enters, whole_gradients, split_as)
         return place
 
     return register

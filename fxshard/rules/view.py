@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fxshard.layout import Placement, Shard, spread_bounds
+from fxshard.layout import Placement, Replicate, Shard, spread_bounds
 from fxshard.rules.rule import Choice, Gather, Row, rule
 
 if TYPE_CHECKING:
@@ -115,6 +115,7 @@ def _placed_in_dim(shard: Shard, dim: int, size: int, ahead: int, inner: int) ->
     aten.unflatten.int,
     emit=lambda *a: _emit_reshape(*a),
     nested=True,
+    split_as=lambda *a: _split_reshape(*a),
 )
 def place_reshape(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Carry the split through the reshape."""
@@ -126,6 +127,13 @@ def place_reshape(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     return Row((shards[0],), (shards[1],))
 
 
+def _split_reshape(call: OpCall, at: tuple[Placement, ...], wanted: Shard) -> Row | None:
+    shards = reshaped(call.out_shape, call.shape(0), wanted)
+    if shards is None or reshaped(call.shape(0), call.out_shape, shards[1]) != (shards[1], wanted):
+        return None
+    return Row((shards[1],), (wanted,))
+
+
 def _emit_reshape(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:
     shape = emitter.local_shape(call.out_shape, plan.outputs[0])
     return emitter.call(aten.reshape.default, inputs[0], shape)
@@ -135,32 +143,45 @@ def _moved(shard: Shard, dim: int) -> Shard:
     return Shard(dim, shard.bounds, shard.outer)
 
 
-@rule(aten.permute.default, nested=True)
+def _order(call: OpCall) -> list[int]:
+    """Return for each dimension of the output the input's."""
+    rank = len(call.shape(0))
+    if call.op is aten.permute.default:
+        return [d % rank for d in call["dims"]]
+    order = list(range(rank))
+    first, second = (call[n] % rank for n in ("dim0", "dim1")) if call.op is aten.transpose.int else (0, rank - 1)
+    if rank:
+        order[first], order[second] = order[second], order[first]
+    return order
+
+
+@rule(
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    nested=True,
+    split_as=lambda call, _, wanted: Row((_moved(wanted, _order(call)[wanted.dim]),), (wanted,)),
+)
 def place_permute(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Move the split with its dimension."""
     (shard,) = at
     assert isinstance(shard, Shard)
-    order = [d % len(call.shape(0)) for d in call["dims"]]
-    return Row((shard,), (_moved(shard, order.index(shard.dim)),))
+    return Row((shard,), (_moved(shard, _order(call).index(shard.dim)),))
 
 
-@rule(aten.transpose.int, aten.t.default, nested=True)
-def place_transpose(call: OpCall, at: tuple[Placement, ...]) -> Choice:
-    """Exchange two dimensions."""
-    (shard,) = at
-    assert isinstance(shard, Shard)
-    rank = len(call.shape(0))
-    first, second = (call[n] % rank for n in ("dim0", "dim1")) if call.op is aten.transpose.int else (0, rank - 1)
-    return Row((shard,), (_moved(shard, {first: second, second: first}.get(shard.dim, shard.dim)),))
-
-
-@rule(aten.expand.default, emit=lambda *a: _emit_expand(*a), nested=True)
+@rule(aten.expand.default, emit=lambda *a: _emit_expand(*a), nested=True, split_as=lambda *a: _split_expand(*a))
 def place_expand(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Repeat other dimensions than the split one."""
     (shard,) = at
     assert isinstance(shard, Shard)
     added = len(call.out_shape) - len(call.shape(0))
     return Row((shard,), (_moved(shard, shard.dim + added),))
+
+
+def _split_expand(call: OpCall, at: tuple[Placement, ...], wanted: Shard) -> Row:
+    dim = wanted.dim - (len(call.out_shape) - len(call.shape(0)))
+    repeated = dim < 0 or call.shape(0)[dim] != call.out_shape[wanted.dim]
+    return Row((Replicate() if repeated else _moved(wanted, dim),), (wanted,))
 
 
 def _emit_expand(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:

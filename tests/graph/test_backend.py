@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
+from fxshard.api import transform
 from fxshard.backend import fxshard
-from fxshard.errors import PlanError
+from fxshard.errors import CaptureError, PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rng": "dice"}, r"rng='dice' is not there; use one of \('match',\)"),
-        ({"meshes": None}, r"unknown options \['meshes'\]; .* mesh, placements, inner_backend, rng"),
+        ({"rng": "dice"}, r"rng='dice' is not there; use one of \('match', 'counter'\)"),
+        ({"meshes": None}, r"unknown options \['meshes'\]; .* mesh, placements, inner_backend, rng, outputs"),
     ],
     ids=["rng", "name"],
 )
@@ -24,3 +28,22 @@ def test_bad_options_are_refused_when_the_graph_is_called(options: dict[str, Any
     compiled = fxshard(fx.symbolic_trace(torch.nn.ReLU()), [torch.ones(1)], options=options)
     with pytest.raises(PlanError, match=message):
         compiled(torch.ones(1))
+
+
+def test_a_model_of_torch_nn_alone_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[fx.GraphModule] = []
+
+    def observe(gm: fx.GraphModule, _inputs: object, **_: object) -> Callable[..., Any]:
+        seen.append(gm)
+        return gm.forward
+
+    monkeypatch.setattr("fxshard.api.backend", observe)
+    transform(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))(torch.zeros(1, 3, 8, 8))
+    transform(nn.Conv2d(3, 4, 3))(torch.zeros(1, 3, 8, 8))
+    assert len(seen) == 2
+
+
+def test_a_model_that_dynamo_leaves_alone_is_refused() -> None:
+    net = transform(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    with torch.compiler.set_stance("force_eager"), pytest.raises(CaptureError, match="ran without being captured"):
+        net(torch.zeros(1, 3, 8, 8))

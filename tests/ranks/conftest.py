@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from fxshard.workers import RankPool
+from fxshard.workers import RankPool, default_meshes
+from tests.operators.configuration import MESHES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +24,8 @@ SPLIT_PARAMETERS = ("mesh", "placements", "ranks")
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[RankPool]:
-    """Four ranks with every 1-D mesh and the 2 x 2 mesh."""
-    with RankPool(WORLD_SIZE) as ranks:
+    """Four ranks with every 1-D mesh, the 2 x 2 mesh and those of the drawn operators."""
+    with RankPool(WORLD_SIZE, meshes=sorted({*default_meshes(WORLD_SIZE), *MESHES})) as ranks:
         yield ranks
 
 

@@ -31,7 +31,14 @@ SIZES: list[tuple[int, int, float | None]] = [
     (12, 4, None),
     (5, 1, None),
 ]
-SCALES: list[tuple[int, int, float | None]] = [(9, 15, 1.7), (31, 9, 0.3), (11, 12, 1.1), (7, 23, 3.3), (10, 5, 0.5)]
+SCALES: list[tuple[int, int, float | None]] = [
+    (9, 15, 1.7),
+    (31, 9, 0.3),
+    (11, 12, 1.1),
+    (7, 23, 3.3),
+    (10, 5, 0.5),
+    (12, 4, 0.4),
+]
 MODES = [(kind, corners) for kind in OPS for corners in (False, True) if not (corners and kind.startswith("nearest"))]
 
 

@@ -1,0 +1,66 @@
+"""A module as Dynamo is given it, and what Dynamo and its backends raise as fxshard's own errors."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from fxshard._torch import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
+from fxshard.errors import CaptureError, FxShardError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+
+
+def traceable_call(net: torch.nn.Module) -> Callable[..., Any]:
+    """Return what calls ``net``, hooks and all, in a form that Dynamo traces.
+
+    torch 2.11 silently leaves a function of its own files, such as ``Sequential``'s, uncompiled.
+    """
+    return MethodType(_call_impl, net)
+
+
+def _call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return self._call_impl(*args, **kwargs)
+
+
+@contextmanager
+def own_errors(net: torch.nn.Module, announce: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+    """Turn what is raised while a compiled module is called into a :class:`FxShardError` where it is about capture.
+
+    Args:
+        net: Whose forward is called.
+        announce: Is told what was raised outside of the backend, which has told the other ranks of its own errors.
+
+    Raises:
+        CaptureError: Dynamo cannot capture the module whole.
+        FxShardError: What the backend raised.
+    """
+    try:
+        yield
+    except FxShardError:
+        raise
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, FxShardError):
+            raise error.inner_exception from error
+        announce(str(error))
+        raise
+    except (Unsupported, UserError, InternalTorchDynamoError) as error:
+        msg = f"{type(net).__name__} cannot be captured whole: {error}"
+        announce(msg)
+        raise CaptureError(msg) from error
+    except Exception as error:
+        announce(f"{type(error).__name__}: {error}")
+        raise
+
+
+def not_captured(net: torch.nn.Module) -> CaptureError:
+    """Return the error for a module that ran and was never captured: its results are one device's."""
+    msg = (
+        f"{type(net).__name__} ran without being captured: Dynamo is switched off (TORCHDYNAMO_DISABLE, "
+        "torch.compiler.disable, torch.compiler.set_stance) or leaves its forward alone; nothing was split"
+    )
+    return CaptureError(msg)

@@ -1,0 +1,288 @@
+"""Local inputs and outputs: a rank passes its own part of an image, and keeps its own part of a map.
+
+A graph is captured with global shapes, which no rank can pass when it has only its part.  What Dynamo is given in
+its place is a *stand-in*, one element expanded to the global shape; the compiled graph takes the part itself::
+
+    call        part of rank r (N, C, H, W_r)  --stand-in-->  (N, C, H, W), no memory
+    Dynamo      guards and captures the global shape
+    run         the stand-in is found in the table of this call, and the part goes into the local graph
+
+Parts come as ``DTensor``, which says the global shape itself, or, with ``inputs="local"``, as plain tensors, whose
+sizes the ranks tell one another once for each shape.  An output that is split leaves as ``DTensor``; those divide a
+dimension as ``torch.chunk`` does, so other bounds are moved to it.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as DTensorReplicate
+from torch.distributed.tensor import Shard as DTensorShard
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fxshard import agreement
+from fxshard.errors import PlanError
+from fxshard.layout import Layout, Placement, Replicate, Shard, chunk_bounds
+from fxshard.ops.memory import empty_like_order, memory_order
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fxshard._torch import FakeTensorMode
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank passes of an input.
+
+    Args:
+        value: The part, of the shape that ``layout`` gives this rank.
+        shape: The shape of the whole.
+        layout: Who has which part.
+    """
+
+    value: Tensor
+    shape: Shape
+    layout: Layout
+
+    @property
+    def stand_in(self) -> Tensor:
+        """A tensor of the whole's shape and type, with the memory of one element."""
+        like = self.value.detach()
+        return like.new_zeros(()).expand(self.shape).requires_grad_(self.value.requires_grad)
+
+
+_parts: ContextVar[dict[int, Part] | None] = ContextVar("parts", default=None)
+
+
+def current_parts() -> dict[int, Part]:
+    """Return the parts of the call that is running, by the ``id`` of their stand-ins."""
+    return _parts.get() or {}
+
+
+def is_stand_in(value: object) -> bool:
+    """Return whether a graph's input, real or fake, looks like a stand-in: no stride leads anywhere."""
+    return isinstance(value, torch.Tensor) and value.numel() > 1 and not any(value.stride())
+
+
+def part_of(stand_in: Tensor) -> Part | None:
+    """Return the part that a fake stand-in of this call is for: one of its shape and dtype.
+
+    Raises:
+        PlanError: Inputs of one shape are split in different ways.
+    """
+    shape, dtype = tuple(stand_in.shape), stand_in.dtype
+    found = [p for p in current_parts().values() if (p.shape, p.value.dtype) == (shape, dtype)]
+    if len({p.layout for p in found}) > 1:
+        msg = f"inputs of shape {shape} are split as {' and '.join(str(p.layout) for p in found)}; split them alike"
+        raise PlanError(msg)
+    return found[0] if found else None
+
+
+def whole_example(part: Part, mode: FakeTensorMode) -> Tensor:
+    """Return a fake whole that lies in memory as the part does, for capture.
+
+    Args:
+        part: What a rank passes.
+        mode: Whose fake.
+    """
+    with mode:
+        blank = torch.empty(0, dtype=part.value.dtype, device=part.value.device)
+        like = empty_like_order(blank, part.shape, memory_order(part.value))
+    return like.requires_grad_(part.value.requires_grad)
+
+
+def part_example(part: Part, mode: FakeTensorMode) -> Tensor:
+    """Return a fake of the part itself, for the inner backend; arguments as :func:`whole_example`'s."""
+    value = part.value
+    with mode:
+        like = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return like.requires_grad_(value.requires_grad)
+
+
+def with_local_io(
+    compiled: Callable[..., Any],
+    numbers: Sequence[int],
+    mesh: DeviceMesh,
+    outputs: Sequence[tuple[Layout, Tensor | None]],
+) -> Callable[..., Any]:
+    """Return a compiled local graph that takes parts for stand-ins and returns split outputs as DTensor.
+
+    Args:
+        compiled: The local graph.
+        numbers: Which inputs are stand-ins.
+        mesh: The spatial mesh.
+        outputs: The layout of each output and its whole, fake.
+    """
+    if not numbers and all(layout.is_replicated for layout, _ in outputs):
+        return compiled
+
+    def run(*inputs: Any) -> Any:
+        parts = current_parts()
+        given = [parts[id(x)].value if i in numbers else x for i, x in enumerate(inputs)]
+        found = compiled(*given)
+        return [
+            value if like is None or layout.is_replicated else to_dtensor(value, mesh, layout, like)
+            for value, (layout, like) in zip(found, outputs, strict=True)
+        ]
+
+    return run
+
+
+def to_dtensor(value: Tensor, mesh: DeviceMesh, layout: Layout, like: Tensor) -> DTensor:
+    """Return a rank's part as a DTensor.
+
+    Args:
+        value: The part.
+        mesh: Whose ranks have the parts.
+        layout: Who has which part; from :func:`fxshard.layout.in_chunks`.
+        like: The whole, fake.
+    """
+    placements = [DTensorShard(p.dim) if isinstance(p, Shard) else DTensorReplicate() for p in layout]
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+@dataclass
+class Entrance:
+    """Takes the inputs of a transformed module apart.
+
+    Args:
+        mesh: The spatial mesh; called when it is first needed.
+        dims: The dimension that each mesh axis splits, -1 for none; None where the caller did not say.
+        local: Whether plain image-like tensors are this rank's parts.
+    """
+
+    mesh: Callable[[], DeviceMesh]
+    dims: tuple[int, ...] | None
+    local: bool
+    _shapes: dict[tuple[Shape, ...], list[tuple[Shape, Layout]]] = field(default_factory=dict)
+
+    @contextmanager
+    def open(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Give the arguments with stand-ins for parts, for the time of one call.
+
+        Raises:
+            PlanError: A DTensor is on another mesh or is a sum's term, or parts do not fit together.
+            RankMismatchError: The ranks pass parts that are not of one whole.
+        """
+        leaves, tree = tree_flatten((args, kwargs))
+        parts = self._parts(leaves)
+        if not parts:
+            yield args, kwargs
+            return
+        stand_ins = {key: part.stand_in for key, part in parts.items()}
+        token = _parts.set({id(stand_ins[key]): part for key, part in parts.items()})
+        try:
+            args, kwargs = tree_unflatten([stand_ins.get(id(leaf), leaf) for leaf in leaves], tree)
+            yield args, kwargs
+        finally:
+            _parts.reset(token)
+
+    def _parts(self, leaves: Sequence[object]) -> dict[int, Part]:
+        """Return the parts among the arguments, by ``id``: the same tensor twice is one."""
+        found = {id(x): self._from_dtensor(x) for x in leaves if isinstance(x, DTensor)}
+        if self.local:
+            plain = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)}
+            images = _images(list(plain.values()))
+            for image, (shape, layout) in zip(images, self._wholes([tuple(i.shape) for i in images]), strict=True):
+                found[id(image)] = Part(image, shape, layout)
+        return found
+
+    def _from_dtensor(self, x: DTensor) -> Part:
+        mesh = self.mesh()
+        if x.device_mesh != mesh:
+            msg = f"an input of shape {tuple(x.shape)} is a DTensor on {x.device_mesh}, the spatial mesh is {mesh}"
+            raise PlanError(msg)
+        axes: list[Placement] = []
+        for axis, placement in enumerate(x.placements):
+            if type(placement) is DTensorShard:
+                dim = placement.dim % x.ndim
+                axes.append(Shard(dim, chunk_bounds(x.shape[dim], mesh.size(axis))))
+            elif placement.is_replicate():
+                axes.append(Replicate())
+            else:
+                msg = f"an input of shape {tuple(x.shape)} is a DTensor with {placement}; pass Shard or Replicate"
+                raise PlanError(msg)
+        return Part(x.to_local(), tuple(x.shape), Layout(tuple(axes)))
+
+    def _wholes(self, shapes: list[Shape]) -> list[tuple[Shape, Layout]]:
+        """Return the global shape and the layout of each part, asking the other ranks about new shapes."""
+        key = tuple(shapes)
+        if key not in self._shapes:
+            mesh = self.mesh()
+            said = agreement.exchange(mesh, {PARTS: json.dumps(shapes)})
+            agreement.check_failures(said)
+            everyone = [json.loads(d[PARTS]) if PARTS in d else None for d in said]
+            assert self.dims is not None
+            self._shapes[key] = [
+                whole([s and s[i] for s in everyone], tuple(mesh.mesh.shape), self.dims) for i in range(len(shapes))
+            ]
+        return self._shapes[key]
+
+
+PARTS = "shapes of local inputs"
+
+
+def _images(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the image-like ones: floating, with the most dimensions, more than two."""
+    floating = [t for t in tensors if t.is_floating_point() and t.ndim > 2]
+    most = max((t.ndim for t in floating), default=0)
+    return [t for t in floating if t.ndim == most]
+
+
+def whole(parts: Sequence[Sequence[int] | None], mesh_shape: Shape, dims: Shape) -> tuple[Shape, Layout]:
+    """Return the shape and the layout of what is made of the ranks' parts.
+
+    Args:
+        parts: The shape of each rank's part, in the mesh's order; None of a rank that passed none.
+        mesh_shape: Ranks on each mesh axis.
+        dims: The dimension that each axis splits, -1 for none.
+
+    Raises:
+        PlanError: The parts do not fit together.
+
+    Example:
+        >>> shape, layout = whole([(1, 3, 8, 5), (1, 3, 8, 4)], (2,), (3,))
+        >>> shape, str(layout)
+        ((1, 3, 8, 9), '[S(3; 0,5,9)]')
+    """
+    first = parts[0]
+    if first is None or any(p is None or len(p) != len(first) for p in parts):
+        raise PlanError(_unfit(parts, "each rank passes a part"))
+    grid = torch.tensor(parts).reshape(*mesh_shape, len(first))
+    shape = [int(n) for n in grid[(0,) * len(mesh_shape)]]
+    axes: list[Placement] = []
+    for axis, dim in enumerate(dims):
+        if dim < 0:
+            axes.append(Replicate())
+            continue
+        if dim >= len(first):
+            raise PlanError(_unfit(parts, f"placements split dim {dim}"))
+        lengths = grid.select(-1, dim)[tuple(slice(None) if a == axis else 0 for a in range(len(mesh_shape)))]
+        bounds = (0, *(int(n) for n in lengths.cumsum(0)))
+        axes.append(Shard(dim, bounds))
+        shape[dim] = bounds[-1]
+    layout = Layout(tuple(axes))
+    for at, part in zip(
+        torch.cartesian_prod(*map(torch.arange, mesh_shape)).reshape(len(parts), -1), parts, strict=True
+    ):
+        if layout.local_shape(shape, at.tolist()) != tuple(part or ()):
+            raise PlanError(
+                _unfit(parts, f"the other dimensions, and the sizes along each axis of {mesh_shape}, agree")
+            )
+    return tuple(shape), layout
+
+
+def _unfit(parts: Sequence[object], rule: str) -> str:
+    return f"the ranks' local inputs of shapes {', '.join(map(str, parts))} are no parts of one image: {rule}"

@@ -1,0 +1,183 @@
+"""``fxshard.verify``: real ranks against the untouched model, as a report that a script can act on.
+
+Rank processes are started on this machine; each trains the untouched model on its own and the sharded one with the
+others, and compares what they leave behind (:mod:`fxshard.trace`)::
+
+    float64    outputs, gradients, buffers within 1e-9, generators equal                    (the contract)
+    float32    no further from the float64 model than twice the untouched float32 model is
+
+Where they differ, :mod:`fxshard.bisect` names the first node that does.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from fxshard.api import transform
+from fxshard.bisect import Culprit, bisect_on_rank
+from fxshard.compare import KINDS, Difference, difference, within_float32
+from fxshard.trace import Case, build_model, run_steps
+from fxshard.workers import RankPool, mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import nn
+    from torch.distributed.tensor.placement_types import Placement
+
+    from fxshard.trace import Inputs
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the ranks found.
+
+    Args:
+        world_size: How many ranks.
+        judged: Whether each rank's model is the untouched one, by dtype.
+        differences: Each rank's differences from the untouched model of the same dtype, by dtype.
+        culprit: The first node that differs, on the first rank where one does; None where none was looked for.
+    """
+
+    world_size: int
+    judged: dict[str, tuple[bool, ...]]
+    differences: dict[str, tuple[Difference, ...]]
+    culprit: Culprit | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the contract holds on every rank."""
+        return all(all(each) for each in self.judged.values())
+
+    def __str__(self) -> str:
+        lines = [f"{self.world_size} ranks against one device: {'the same' if self.exact else 'NOT THE SAME'}"]
+        lines += [f"{'':<10}" + "".join(f"{kind:>20}" for kind in KINDS)]
+        for dtype, found in self.differences.items():
+            worst = [max(d.worst[kind].error for d in found) for kind in KINDS]
+            verdict = "" if all(self.judged[dtype]) else "  differs"
+            lines.append(f"{dtype:<10}" + "".join(f"{error:>20.1e}" for error in worst) + verdict)
+        for dtype, found in self.differences.items():
+            for rank, each in enumerate(found):
+                if not self.judged[dtype][rank]:
+                    lines += ["", f"rank {rank}, {dtype}", str(each)]
+        if self.culprit is not None:
+            lines += ["", str(self.culprit)]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """Return the verification as JSON: ``exact``, ``world_size``, errors by dtype, rank and kind, ``culprit``."""
+        errors = {
+            dtype: [
+                {kind: {"error": w.error, "tensor": w.where} for kind, w in d.worst.items()}
+                | {"mismatches": list(map(str, d.mismatches))}
+                for d in found
+            ]
+            for dtype, found in self.differences.items()
+        }
+        culprit = None if self.culprit is None else vars(self.culprit)
+        table = {"exact": self.exact, "world_size": self.world_size, "errors": errors, "culprit": culprit}
+        return json.dumps(table, indent=1)
+
+
+def verify(  # noqa: PLR0913  options
+    model: nn.Module | Callable[[], tuple[nn.Module, Inputs]],
+    inputs: torch.Tensor | Inputs | None = None,
+    *,
+    world_size: int | None = None,
+    mesh_shape: Sequence[int] | None = None,
+    placements: Sequence[Placement] | None = None,
+    inner_backend: str = "eager",
+    dtypes: Sequence[Literal["float64", "float32"]] = ("float64",),
+    steps: int = 2,
+    device: Literal["cpu", "cuda"] = "cpu",
+    bisect: bool = False,
+    timeout_s: float = 600,
+) -> Verification:
+    """Train ``model`` for a few steps sharded over real ranks and untouched, and compare.
+
+    Args:
+        model: A module that can be pickled, in the mode (train or eval) that is to be verified; or a top-level
+            function that returns a module and its inputs.
+        inputs: What its forward takes: a tensor, a tuple, or a dict of keyword arguments.
+        world_size: How many ranks share an image, for a mesh of one axis.
+        mesh_shape: Ranks on each mesh axis, in place of ``world_size``.
+        placements: As for :func:`fxshard.transform`.
+        inner_backend: As for :func:`fxshard.transform`.
+        dtypes: What to verify in.
+        steps: Training steps, >= 1; each changes the weights.
+        device: Gloo ranks, or one GPU for each.
+        bisect: Whether to look for the first node that differs, where something does.
+        timeout_s: The longest that the ranks may take, in seconds.
+
+    Returns:
+        What every rank found.
+
+    Raises:
+        FxShardError: A rank failed, or the arguments do not fit.
+
+    Example:
+        >>> found = verify(torch.nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 16), world_size=2)  # doctest: +SKIP
+        >>> found.exact  # doctest: +SKIP
+        True
+    """
+    shape = (world_size,) if mesh_shape is None and world_size is not None else tuple(mesh_shape or ())
+    build: Any = functools.partial(_copied, model, inputs) if isinstance(model, torch.nn.Module) else model
+    training = getattr(model, "training", True)
+    case = Case(
+        build,
+        None if placements is None else tuple(placements),
+        shape,
+        inner_backend,
+        steps=steps,
+        training=training,
+        device=device,
+    )
+    with RankPool(math.prod(shape), device=device, timeout_s=timeout_s, meshes=[shape]) as pool:
+        found = {name: pool.run(_compare, case, name) for name in dtypes}
+        judged: dict[str, tuple[bool, ...]] = {name: tuple(same for same, _ in each) for name, each in found.items()}
+        culprits: list[Culprit | None] = []
+        if bisect and not all(all(each) for each in judged.values()):
+            culprits = pool.run(bisect_on_rank, case, _transformed)
+    culprit = next((c for c in culprits if c is not None), None)
+    differences: dict[str, tuple[Difference, ...]] = {name: tuple(d for _, d in each) for name, each in found.items()}
+    return Verification(math.prod(shape), judged, differences, culprit)
+
+
+def _copied(model: nn.Module, inputs: torch.Tensor | Inputs | None) -> tuple[nn.Module, Inputs]:
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+    return copy.deepcopy(model), () if given is None else given
+
+
+def _transformed(case: Case, model: nn.Module) -> nn.Module:
+    placements = None if case.placements is None else list(case.placements)
+    return transform(
+        model, mesh=mesh(case.mesh_shape), placements=placements, inner_backend=case.inner_backend, **case.options
+    )
+
+
+def _compare(rank: int, case: Case, dtype: str) -> tuple[bool, Difference]:
+    """Return whether this rank's sharded model is the untouched one, and how far it is (runs in a rank process)."""
+    del rank
+    torch.compiler.reset()
+    case = _of_dtype(case, dtype)
+    reference = run_steps(*build_model(case), case)
+    model, inputs = build_model(case)
+    sharded = run_steps(_transformed(case, model), inputs, case)
+    found = difference(reference, sharded)
+    if dtype == "float64":
+        return found.exact(), found
+    truth = _of_dtype(case, "float64")
+    return within_float32(run_steps(*build_model(truth), truth), reference, sharded), found
+
+
+def _of_dtype(case: Case, dtype: str) -> Case:
+    return replace(case, dtype=DTYPES[dtype])

@@ -1,0 +1,120 @@
+"""Plans without ranks: they say what real ranks do."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+import fxshard
+from fxshard.cli import main
+from fxshard.errors import CaptureError, PlanError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def net() -> nn.Module:
+    down = nn.Sequential(nn.Conv2d(3, 4, 7, padding=3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    return nn.Sequential(down, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+
+
+def planned(**options: Any) -> fxshard.Plan:
+    with torch.device("meta"):
+        return fxshard.plan(net(), torch.empty(2, 3, 24, 64), **options)
+
+
+def test_a_summary_has_a_row_for_each_stage() -> None:
+    plan = planned(world_size=4)
+    assert str(plan) == plan.summary()
+    rows = [line.split()[0] for line in str(plan).splitlines() if line.startswith(("0", "1", "2", "3"))]
+    assert rows == ["0.0", "0.1", "0.2", "0.3", "1", "2", "3"]
+    assert "[S(3; 0,16,32,48,64)]" in str(plan)
+
+
+def test_deep_modules_are_folded_into_their_parents() -> None:
+    deep = nn.Sequential(*(nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(5))) for _ in range(6)))
+    with torch.device("meta"):
+        plan = fxshard.plan(deep.to("meta"), torch.empty(1, 3, 8, 64), world_size=2)
+    assert list(plan.stages()) == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_a_node_and_a_module_are_explained() -> None:
+    plan = planned(world_size=2, placements=[Shard(3)])
+    said = plan.explain("0.3")
+    assert "aten.max_pool2d" in said
+    assert "backward halo: 1 messages" in said
+    (name,) = (n.name for n in plan.report.nodes if n.module == "0.3" and "pool" in n.name)
+    assert plan.explain(name) in said
+    with pytest.raises(PlanError, match=r"no module 'head'; modules are 0, 0\.0|no module 'head'"):
+        plan.explain("head")
+
+
+def test_a_difference_names_nodes_and_totals() -> None:
+    wide, tall = planned(world_size=2, placements=[Shard(3)]), planned(world_size=2, placements=[Shard(2)])
+    assert wide.diff(wide) == "no difference"
+    assert "halo: " in wide.diff(tall)
+    assert "[S(3; 0,32,64)] -> [S(2; 0,12,24)]" in wide.diff(tall)
+
+
+class Sorting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu().sort(-1).values
+
+
+def test_a_gather_has_its_reason_in_every_form(tmp_path: Path) -> None:
+    plan = fxshard.plan(Sorting(), torch.empty(1, 2, 4, 8, device="meta"), world_size=2, placements=[Shard(3)])
+    (reason,) = plan.report.reasons
+    for form in (".txt", ".json", ".dot", ".graphml"):
+        text = plan.save(tmp_path / f"plan{form}").read_text()
+        assert (reason in text) or form == ".dot"
+    assert "peripheries=2" in (tmp_path / "plan.dot").read_text()
+    assert json.loads((tmp_path / "plan.json").read_text())["reasons"] == {reason: 1}
+    graph = nx.read_graphml(tmp_path / "plan.graphml")
+    assert {a["reason"] for _, a in graph.nodes(data=True)} == {"", reason}
+    assert "fxshard.all_gather" in plan.save(tmp_path / "plan.py").read_text()
+
+
+def test_other_endings_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"one of \.txt, \.json"):
+        planned(world_size=2).save(tmp_path / "plan.docx")
+
+
+def test_inference_has_no_backward() -> None:
+    assert planned(world_size=2, training=False).report.total.backward == {}
+
+
+@pytest.mark.parametrize("wrong", [{}, {"world_size": 0}, {"world_size": 2, "mesh_shape": (2,)}], ids=str)
+def test_one_mesh_is_needed(wrong: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match="give one of them"):
+        planned(**wrong)
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_what_cannot_be_captured_is_refused() -> None:
+    with pytest.raises(CaptureError, match="Branching cannot be captured whole"):
+        fxshard.plan(Branching(), torch.ones(1, 3, 8, 8), world_size=2)
+
+
+def test_the_command_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, saved = f"{__name__}:net", tmp_path / "plan.json"
+    asked = ["--input", "2x3x24x64", "--mesh", "2x2", "--split", "hw", "--explain", "0.3", "--save", str(saved)]
+    assert main(["plan", model, *asked]) == 0
+    said = capsys.readouterr().out
+    assert "4 ranks, mesh 2 x 2" in said
+    assert "aten.max_pool2d" in said
+    assert json.loads(saved.read_text())["mesh_shape"] == [2, 2]
+
+
+def test_the_command_refuses_unknown_letters(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{__name__}:net", "--input", "2x3x24x64", "--world-size", "2", "--split", "D"]) == 2
+    assert "an input of 4 dimensions has H W" in capsys.readouterr().err

@@ -1,0 +1,173 @@
+"""A rank may pass its own part of an image, and keep its own part of a map."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fxshard.api import transform
+from fxshard.errors import FxShardError, PlanError
+from fxshard.workers import mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from fxshard.workers import RankPool
+
+Cuts = tuple[tuple[int, tuple[int, ...]], ...]
+"""For each mesh axis the dimension that it splits, and the bounds."""
+WIDTH: Cuts = ((3, (0, 9, 11, 21)),)
+EVEN: Cuts = ((3, (0, 8, 16)),)
+BOTH: Cuts = ((2, (0, 7, 12)), (3, (0, 10, 21)))
+
+
+class Segmenter(nn.Module):
+    """A map of the image's size, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 5, padding=2), nn.BatchNorm2d(4), nn.GELU())
+        self.down = nn.Conv2d(4, 4, 3, 2, padding=1)
+        self.head = nn.Conv2d(4, 2, 1)
+        self.classify = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        low = self.down(self.stem(x))
+        up = nn.functional.interpolate(low, x.shape[2:], mode="bilinear")
+        return {"map": self.head(up), "classes": self.classify(low.mean((2, 3)))}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Segmenter().double()
+
+
+def image(cuts: Cuts) -> Tensor:
+    sizes = {2: 12, 3: 21} | {dim: bounds[-1] for dim, bounds in cuts}
+    return torch.randn(2, 3, sizes[2], sizes[3], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def cut(x: Tensor, cuts: Cuts, coords: Sequence[int]) -> Tensor:
+    for (dim, bounds), at in zip(cuts, coords, strict=True):
+        lo, hi = list(pairwise(bounds))[at]
+        x = x.narrow(dim, lo, hi - lo)
+    return x
+
+
+def loss_of(found: dict[str, Tensor], weight: Tensor) -> Tensor:
+    return (found["map"] * weight).sum() + found["classes"].square().sum()
+
+
+def weights(cuts: Cuts) -> Tensor:
+    whole = image(cuts)
+    return torch.linspace(-1, 1, whole[:, :2].numel(), dtype=torch.float64).reshape(whole[:, :2].shape)
+
+
+def total(x: Tensor) -> Tensor:
+    """Return the sum of a DTensor, whole."""
+    summed = x.sum()
+    assert isinstance(summed, DTensor)
+    return summed.full_tensor()
+
+
+def check_trained(net: nn.Module, reference: nn.Module) -> None:
+    """Assert that both models have the same gradients and buffers."""
+    for (name, p), q in zip(net.named_parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-9, msg=f"gradient of {name}")
+    for a, b in zip(net.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def plain_parts(rank: int, cuts: Cuts, backend: str, outputs: Any) -> None:
+    """Pass this rank's part as a plain tensor (runs in a rank process)."""
+    spatial: DeviceMesh = mesh(tuple(len(bounds) - 1 for _, bounds in cuts))
+    coords = spatial.get_coordinate()
+    assert coords is not None
+    placements = [Shard(dim) for dim, _ in cuts]
+    model, reference = build(), build()
+    net = transform(model, mesh=spatial, placements=placements, inner_backend=backend, inputs="local", outputs=outputs)
+    for _ in range(2):  # the second step takes the compiled graph
+        whole = image(cuts).requires_grad_()
+        part = cut(whole.detach(), cuts, coords).clone().requires_grad_()
+        expected, found = reference(whole), net(part)
+        weight = weights(cuts)
+        loss_of(expected, weight).backward()
+        got = found["map"]
+        assert isinstance(got, DTensor) == (outputs == "local")
+        assert not isinstance(found["classes"], DTensor)
+        if isinstance(got, DTensor):
+            assert tuple(got.placements) == tuple(placements)
+            assert got.to_local().numel() < got.numel()
+            weight = distribute_tensor(weight, spatial, placements, src_data_rank=None)
+            torch.testing.assert_close(got.full_tensor(), expected["map"], rtol=1e-9, atol=1e-9)
+            total(got * weight).backward(retain_graph=True)
+            found["classes"].square().sum().backward()
+        else:
+            torch.testing.assert_close(got, expected["map"], rtol=1e-9, atol=1e-9)
+            loss_of(found, weight).backward()
+        assert whole.grad is not None
+        torch.testing.assert_close(part.grad, cut(whole.grad, cuts, coords), rtol=1e-9, atol=1e-9)
+    check_trained(model, reference)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("outputs", ["global", "local"])
+@pytest.mark.parametrize("cuts", [WIDTH, EVEN, BOTH], ids=["uneven", "even", "two dims"])
+def test_plain_parts(pool: RankPool, cuts: Cuts, outputs: str, backend: str) -> None:
+    ranks = torch.Size(len(bounds) - 1 for _, bounds in cuts).numel()
+    pool.run(plain_parts, cuts, backend, outputs, ranks=ranks)
+
+
+def dtensor_parts(rank: int) -> None:
+    """Pass a DTensor, which needs no option (runs in a rank process)."""
+    spatial = mesh((3,))
+    model, reference = build(), build()
+    net = transform(model, mesh=spatial, placements=[Shard(3)], inner_backend="aot_eager", outputs="local")
+    whole = image(WIDTH).requires_grad_()
+    part = distribute_tensor(whole.detach(), spatial, [Shard(3)], src_data_rank=None).requires_grad_()
+    weight = weights(WIDTH)
+    loss_of(reference(whole), weight).backward()
+    found = net(part)
+    split_weight = distribute_tensor(weight, spatial, [Shard(3)], src_data_rank=None)
+    total(found["map"] * split_weight).backward(retain_graph=True)
+    found["classes"].square().sum().backward()
+    assert isinstance(part.grad, DTensor)
+    torch.testing.assert_close(part.grad.full_tensor(), whole.grad, rtol=1e-9, atol=1e-9)
+    check_trained(model, reference)
+
+
+def test_dtensors_are_parts(pool: RankPool) -> None:
+    pool.run(dtensor_parts, ranks=3)
+
+
+def unfitting_parts(rank: int) -> str:
+    """Pass parts of other heights (runs in a rank process)."""
+    net = transform(build(), mesh=mesh((2,)), placements=[Shard(3)], inner_backend="eager", inputs="local")
+    try:
+        net(torch.zeros(1, 3, 8 + rank, 8).double())
+    except FxShardError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_that_do_not_fit_are_refused_on_every_rank(pool: RankPool) -> None:
+    for said in pool.run(unfitting_parts, ranks=2):
+        assert "(1, 3, 8, 8), [1, 3, 9, 8] are no parts of one image" in said.replace("[1, 3, 8, 8]", "(1, 3, 8, 8)")
+
+
+def test_local_inputs_need_placements() -> None:
+    with pytest.raises(PlanError, match="of which dimension"):
+        transform(build(), inputs="local")
+
+
+def test_other_words_are_refused() -> None:
+    with pytest.raises(PlanError, match="outputs='shards'"):
+        transform(build(), outputs="shards")  # type: ignore[arg-type]

@@ -1,0 +1,106 @@
+"""``fxshard.verify`` and its bisection: what is right is said to be right, and what is wrong is found where it is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+import fxshard
+from fxshard.bisect import Culprit, bisect_on_rank
+from fxshard.cli import main
+from fxshard.rules import registered
+from fxshard.trace import Case
+from fxshard.verify import _transformed
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import pytest
+    from torch.fx import Node
+
+    from fxshard.emitter import Emitter
+    from fxshard.rules import OpCall
+    from fxshard.values import NodePlan
+    from fxshard.workers import RankPool
+
+aten = torch.ops.aten
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.nn.functional.gelu(self.norm(self.first(x)))
+        return self.last(torch.nn.functional.dropout(x, 0.2))
+
+
+def build() -> tuple[nn.Module, tuple[Tensor]]:
+    return Net(), (torch.randn(2, 3, 8, 21),)
+
+
+def factory() -> nn.Module:
+    return Net()
+
+
+def emit_wrong_gelu(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:
+    return emitter.call(aten.add.Scalar, emitter.call(call.op, *inputs), 1e-6)
+
+
+def find_planted(rank: int, fault: str) -> Culprit | None:
+    """Break a rule, look for it, and mend it (runs in a rank process)."""
+    rules = registered()
+    gelu, conv = rules[torch.Tag.pointwise], rules[aten.conv2d.default]
+    if fault == "value":
+        rules[aten.gelu.default] = replace(gelu, emit=emit_wrong_gelu)
+    if fault == "gradient":  # the weights' gradients are not summed over the ranks
+        rules[aten.conv2d.default] = replace(conv, whole_gradients=True)
+    try:
+        return bisect_on_rank(rank, Case(build, (Shard(3),), (3,)), _transformed)
+    finally:
+        rules.pop(aten.gelu.default, None)
+        rules[aten.conv2d.default] = conv
+
+
+def test_nothing_is_found_where_nothing_is_wrong(pool: RankPool) -> None:
+    assert pool.run(find_planted, "", ranks=3) == [None] * 3
+
+
+def test_a_wrong_value_is_found_where_it_is_computed(pool: RankPool) -> None:
+    for culprit in pool.run(find_planted, "value", ranks=3):
+        assert culprit is not None
+        assert (culprit.kind, culprit.op) == ("value", "aten.gelu.default")
+        assert "gelu(self.norm(self.first(x)))" in str(culprit)
+        assert "[S(3; 0,7,14,21)]" in str(culprit)
+
+
+def test_a_wrong_gradient_is_found(pool: RankPool) -> None:
+    for culprit in pool.run(find_planted, "gradient", ranks=3):
+        assert culprit is not None
+        assert culprit.kind == "gradient"
+        assert culprit.op.startswith("input ")
+        assert "['last']" in culprit.op
+
+
+def test_verify_and_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = tmp_path / "found.json"
+    asked = ["--input", "2x3x8x21", "--world-size", "2", "--split", "W"]
+    assert main(["verify", f"{__name__}:factory", *asked, "--bisect", "--json", str(found)]) == 0
+    said = capsys.readouterr().out
+    assert "2 ranks against one device: the same" in said
+    table = json.loads(found.read_text())
+    assert table["exact"]
+    assert max(w["error"] for rank in table["errors"]["float64"] for w in rank.values() if "error" in w) < 1e-9
+
+
+def test_verify_takes_a_module_and_a_tensor() -> None:
+    found = fxshard.verify(Net(), torch.randn(1, 3, 8, 21), world_size=2, placements=[Shard(2)], steps=1)
+    assert found.exact, str(found)
+    assert found.culprit is None
