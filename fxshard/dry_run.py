@@ -233,7 +233,7 @@ def _graphs(model: torch.nn.Module, inputs: Sequence[Any], config: Config) -> tu
 
     compiled = torch.compile(traceable_call(model), backend=backend, fullgraph=True, dynamic=False)
     try:
-        with own_errors(model), whole_graphs(), unsynchronised_batch_norms(), cumulative_averages(model):
+        with own_errors(model), whole_graphs(), cumulative_averages(model), unsynchronised_batch_norms():
             compiled(*inputs)
     except _PlannedError:
         pass

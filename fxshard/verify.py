@@ -44,13 +44,15 @@ class Verification:
     Args:
         world_size: How many ranks.
         judged: Whether each rank's model is the untouched one, by dtype.
-        differences: Each rank's differences from the untouched model of the same dtype, by dtype.
+        differences: Each rank's differences from the untouched model in float64, by dtype.
+        rounding: The untouched model's own, by dtype; none in float64.
         culprit: The first node that differs, on the first rank where one does; None where none was looked for.
     """
 
     world_size: int
     judged: dict[str, tuple[bool, ...]]
     differences: dict[str, tuple[Difference, ...]]
+    rounding: dict[str, Difference]
     culprit: Culprit | None = None
 
     @property
@@ -65,6 +67,9 @@ class Verification:
             worst = [max(d.worst[kind].error for d in found) for kind in KINDS]
             verdict = "" if all(self.judged[dtype]) else "  differs"
             lines.append(f"{dtype:<10}" + "".join(f"{error:>20.1e}" for error in worst) + verdict)
+            if dtype in self.rounding:
+                own = [self.rounding[dtype].worst[kind].error for kind in KINDS]
+                lines.append("its own".ljust(10) + "".join(f"{error:>20.1e}" for error in own))
         for dtype, found in self.differences.items():
             for rank, each in enumerate(found):
                 if not self.judged[dtype][rank]:
@@ -143,13 +148,14 @@ def verify(  # noqa: PLR0913  options
     )
     with RankPool(math.prod(shape), device=device, timeout_s=timeout_s, meshes=[shape]) as pool:
         found = {name: pool.run(_compare, case, name) for name in dtypes}
-        judged: dict[str, tuple[bool, ...]] = {name: tuple(same for same, _ in each) for name, each in found.items()}
+        judged: dict[str, tuple[bool, ...]] = {name: tuple(each.same for each in all_) for name, all_ in found.items()}
         culprits: list[Culprit | None] = []
         if bisect and not all(all(each) for each in judged.values()):
             culprits = pool.run(bisect_on_rank, case, _transformed)
     culprit = next((c for c in culprits if c is not None), None)
-    differences: dict[str, tuple[Difference, ...]] = {name: tuple(d for _, d in each) for name, each in found.items()}
-    return Verification(math.prod(shape), judged, differences, culprit)
+    differences: dict[str, tuple[Difference, ...]] = {n: tuple(e.difference for e in all_) for n, all_ in found.items()}
+    rounding: dict[str, Difference] = {n: all_[0].rounding for n, all_ in found.items() if all_[0].rounding is not None}
+    return Verification(math.prod(shape), judged, differences, rounding, culprit)
 
 
 def _copied(model: nn.Module, inputs: torch.Tensor | Inputs | None) -> tuple[nn.Module, Inputs]:
@@ -164,19 +170,29 @@ def _transformed(case: Case, model: nn.Module) -> nn.Module:
     )
 
 
-def _compare(rank: int, case: Case, dtype: str) -> tuple[bool, Difference]:
-    """Return whether this rank's sharded model is the untouched one, and how far it is (runs in a rank process)."""
+@dataclass(frozen=True)
+class _Compared:
+    """What one rank found in one dtype."""
+
+    same: bool
+    difference: Difference
+    rounding: Difference | None = None
+
+
+def _compare(rank: int, case: Case, dtype: str) -> _Compared:
+    """Compare this rank's sharded model with the untouched one (runs in a rank process)."""
     del rank
     torch.compiler.reset()
-    case = _of_dtype(case, dtype)
-    reference = run_steps(*build_model(case), case)
+    case, truth = _of_dtype(case, dtype), _of_dtype(case, "float64")
+    expected = run_steps(*build_model(truth), truth)
     model, inputs = build_model(case)
     sharded = run_steps(_transformed(case, model), inputs, case)
-    found = difference(reference, sharded)
+    found = difference(expected, sharded, dtypes=dtype == "float64")
     if dtype == "float64":
-        return found.exact(), found
-    truth = _of_dtype(case, "float64")
-    return within_float32(run_steps(*build_model(truth), truth), reference, sharded), found
+        return _Compared(found.exact(), found)
+    reference = run_steps(*build_model(case), case)
+    same = within_float32(expected, reference, sharded)
+    return _Compared(same, found, difference(expected, reference, dtypes=False))
 
 
 def _of_dtype(case: Case, dtype: str) -> Case:

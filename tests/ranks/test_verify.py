@@ -92,7 +92,7 @@ def test_a_wrong_gradient_is_found(pool: RankPool) -> None:
 def test_verify_and_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "found.json"
     asked = ["--input", "2x3x8x21", "--world-size", "2", "--split", "W"]
-    assert main(["verify", f"{__name__}:factory", *asked, "--bisect", "--json", str(found)]) == 0
+    assert main(["verify", f"{__name__}:factory", *asked, "--dtype", "float64", "--json", str(found)]) == 0
     said = capsys.readouterr().out
     assert "2 ranks against one device: the same" in said
     table = json.loads(found.read_text())
