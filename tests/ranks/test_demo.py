@@ -101,6 +101,9 @@ def test_torchrun_s_ranks_are_used_and_one_of_them_speaks(tmp_path: Path) -> Non
     assert (tmp_path / "fxshard-plan.json").exists()
 
 
+@pytest.mark.skipif(
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="started in the background, without Ctrl-C"
+)
 def test_ctrl_c_ends_the_ranks_too(tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     with start(tmp_path, *SMALL, "--steps", "100000", "--model", f"{__name__}:honest") as process:
@@ -108,7 +111,10 @@ def test_ctrl_c_ends_the_ranks_too(tmp_path: Path) -> None:
         assert "honest" in process.stdout.readline()  # the ranks are up
         time.sleep(1)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        try:
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130
     assert err == "fxshard demo: interrupted\n"
 

@@ -1,0 +1,172 @@
+"""One model's plan at a realistic size, without running it: which work is split, what is gathered, what is sent.
+
+On the tiny images of the comparison the heads dominate; here the plan is made for images of :data:`SIZE` as Dynamo
+hands the model to the backend, and nothing is computed::
+
+    FLOPs split       of the global graph's convolutions and matrix products, those whose node is split on some axis
+    largest gather    elements of the largest value of the image that all ranks hold whole after an exchange, or
+                      whose gradient is, in the backward; the model's outputs, whole by contract, and the partial
+                      results of reductions are not counted
+    feature map       elements of the largest value at the coarsest resolution, at most 64 times coarser than the
+                      image (pyramids pool to less)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxshard.emitter import Rank
+from fxshard.errors import FxShardError
+from fxshard.passes.capture import KEY, Captured
+from fxshard.passes.config import Config
+from fxshard.passes.pipeline import localized, planned
+from fxshard.provenance import is_communication, module_path, origins
+from fxshard.report import PlanReport, describe
+from fxshard.values import is_tensor, plan_of, tensor_value
+from tools.zoo.models import build, fitting_size
+from tools.zoo.verdict import Setting, Survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+SIZE = (512, 1024)
+COARSEST = 64
+"""Total stride of the coarsest map that counts as one."""
+ops = torch.ops.fxshard
+
+
+class _Surveyed(Exception):  # noqa: N818  not an error: it ends the run before anything is computed
+    """The plan is made."""
+
+
+def survey(rank: int, name: str, setting: Setting) -> Survey:
+    """Plan a model for images of :data:`SIZE`, as the first rank of the setting's mesh does.
+
+    Args:
+        rank: Not used: nothing is communicated, so any process will do.
+        name: The model.
+        setting: The mesh.
+    """
+    del rank
+    size = fitting_size(name, SIZE)
+    model, inputs = build(name, SIZE)
+    config = _config(name, setting)
+    found: list[Survey] = []
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph = planned(gm, example_inputs, config=config)
+        found.append(_measure(graph, localized(graph, config=config), config, size))
+        return _stop
+
+    torch.compiler.reset()
+    try:
+        torch.compile(model.train(), backend=backend, fullgraph=True, dynamic=False)(*inputs)
+    except _Surveyed:
+        return found[0]
+    msg = f"{name} has no graph to plan"
+    raise FxShardError(msg)
+
+
+def _config(name: str, setting: Setting) -> Config:
+    dims = tuple(placement.dim for placement in setting.placements(name))
+    rank = Rank((0,) * len(dims), tuple(f"axis {axis}" for axis in setting.axes))  # groups that nothing looks up
+    return Config(setting.mesh, dims, rank, inner_backend="eager")
+
+
+def _stop(*_: Any) -> Any:
+    raise _Surveyed
+
+
+def _measure(graph: fx.GraphModule, local: fx.GraphModule, config: Config, size: tuple[int, int]) -> Survey:
+    report = describe(graph, local, config)
+    flops, share = split_share(graph)
+    elements, module = largest_gather(graph, local, report)
+    return Survey(
+        size, flops, share, elements, module, feature_map(graph), report.total.of("halo").bytes, report.reasons
+    )
+
+
+def split_share(graph: fx.GraphModule) -> tuple[int, float]:
+    """Return the FLOPs of a planned global graph, and the share of those whose node is split on some axis."""
+    total = split = 0
+    for node in graph.graph.nodes:
+        flops = _flops(node)
+        found = plan_of(node)
+        total += flops
+        split += flops if found and found.sharded_axes else 0
+    return total, split / total if total else 1.0
+
+
+def _flops(node: fx.Node) -> int:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = next((a.fake_mode for a in tree_leaves(args) if hasattr(a, "fake_mode")), None)
+    if mode is None:
+        return 0
+    with mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
+        node.target(*args, **kwargs)
+    return int(counter.get_total_flops())
+
+
+def largest_gather(graph: fx.GraphModule, local: fx.GraphModule, report: PlanReport) -> tuple[int, str]:
+    """Return the elements of the largest gathered value, outputs and parameters apart, and its module."""
+    best = (0, "")
+    of_images, emitted = _of_images(graph), dict(origins(graph, local))
+    in_backward = {about.name for about in report.nodes if "gather" in about.sent.backward}
+    for node, origin in emitted.items():
+        source = node
+        while is_communication(source) and emitted[source] is origin:
+            source = source.args[0]  # type: ignore[assignment]  # a node
+        # what was made for the same node is a reduction's partial results, such as the moments of each rank
+        if (
+            emitted[source] is not origin
+            and emitted[source] in of_images
+            and origin.op not in ("placeholder", "output")
+        ):
+            whole = _gathered(node, in_backward=origin.name in in_backward)
+            best = max(best, (whole, module_path(origin) or origin.name))
+    return best
+
+
+def _gathered(node: fx.Node, *, in_backward: bool) -> int:
+    """Return the elements that ``node`` puts together, or of whose gradient its backward does."""
+    source = node.args[0]
+    if node.target is ops.all_gather.default:
+        return tensor_value(node).numel()
+    if node.target is ops.slice.default and in_backward and isinstance(source, fx.Node) and source.op != "placeholder":
+        return tensor_value(source).numel()
+    return 0
+
+
+def feature_map(graph: fx.GraphModule) -> int:
+    """Return the elements of the largest value at the coarsest resolution, 0 where nothing is like an image."""
+    found = _of_images(graph)
+    values = [tensor_value(node) for node in graph.graph.nodes if node in found and is_tensor(node)]
+    image = max((v for v in values if v.ndim >= 4), key=lambda v: math.prod(v.shape[2:]), default=None)
+    if image is None:
+        return 0
+    maps = [v for v in values if v.ndim == image.ndim and _is_map(v.shape[2:], image.shape[2:])]
+    coarsest = min(math.prod(v.shape[2:]) for v in maps)
+    return max(v.numel() for v in maps if math.prod(v.shape[2:]) == coarsest)
+
+
+def _of_images(graph: fx.GraphModule) -> set[fx.Node]:
+    """Return the inputs that are not the model's state, and what is computed from them: no kernel is among them."""
+    captured: Captured = graph.meta[KEY]
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    found = {node for node, is_state in zip(placeholders, captured.is_state, strict=True) if not is_state}
+    for node in graph.graph.nodes:
+        if any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_map(size: Sequence[int], image: Sequence[int]) -> bool:
+    return all(i // COARSEST <= s <= i and s > 1 for s, i in zip(size, image, strict=True) if i > 1)
