@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from fxshard._torch import unsynchronised_batch_norms, whole_graphs
+from fxshard._torch import unsynchronised_batch_norms
 from fxshard.agreement import announce_failure
 from fxshard.backend import check_choices, split_dims_of
 from fxshard.backend import fxshard as backend
-from fxshard.batch_norms import cumulative_averages
-from fxshard.dynamo import not_captured, own_errors, traceable_call
+from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.errors import PlanError
 from fxshard.local_io import Entrance
 from fxshard.mesh import default_mesh
@@ -104,15 +103,9 @@ def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..
     @functools.wraps(net.forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         norms = _one_device_batch_norms(net, options["mesh"])
-        with (
-            own_errors(net, announce),
-            whole_graphs(),
-            cumulative_averages(net),
-            norms,
-            entrance.open(args, kwargs) as (given, named),
-        ):
+        with capturing(net, announce), norms, entrance.open(args, kwargs) as (given, named):
             outputs = compiled(*given, **named)
-        if not captured.is_set() and _is_new(outputs, (args, kwargs)):
+        if not captured.is_set() and _is_new(outputs, (args, kwargs)) and entrance.mesh().size() > 1:
             raise not_captured(net)
         return outputs
 

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fxshard import backend
-from fxshard.compare import VANISHING_SCALE
+from fxshard.compare import VANISHING_SCALE, transformed
 from fxshard.layout import Layout, Partial, Shard
 from fxshard.passes.capture import KEY, SOURCE, Captured
 from fxshard.passes.pipeline import run_pass
@@ -32,9 +32,9 @@ from fxshard.trace import Case, build_model
 from fxshard.values import is_tensor, plan_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from fxshard.passes.config import Config
 
@@ -82,13 +82,12 @@ class Culprit:
         )
 
 
-def bisect_on_rank(rank: int, case: Case, transform: Callable[[Case, nn.Module], nn.Module]) -> Culprit | None:
+def bisect_on_rank(rank: int, case: Case) -> Culprit | None:
     """Return the first difference on this rank, or None (runs in every rank process of the case's mesh).
 
     Args:
         rank: Not used: every rank looks at its own part.
-        case: What to build.
-        transform: Transforms the model as the case says; it is compiled with the eager backend.
+        case: What to build, and how it is transformed.
     """
     del rank
     torch.compiler.reset()
@@ -100,7 +99,7 @@ def bisect_on_rank(rank: int, case: Case, transform: Callable[[Case, nn.Module],
     backend.on_first_call.append(look)
     try:
         model, inputs = build_model(case)
-        sharded = transform(case, model)
+        sharded = transformed(model, case)
         sharded(**inputs) if isinstance(inputs, dict) else sharded(*inputs)
     finally:
         backend.on_first_call.remove(look)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
+from fxshard.api import transform
 from fxshard.trace import Case, Step, Trace, build_model, run_steps
 from fxshard.workers import mesh
 
@@ -44,6 +45,7 @@ __all__ = [
     "difference",
     "rounding_floor",
     "run_steps",
+    "transformed",
     "within_float32",
 ]
 
@@ -139,12 +141,12 @@ def difference(reference: Trace, other: Trace, *, dtypes: bool = True) -> Differ
     return Difference(findings.worst, tuple(findings.mismatches), tuple(findings.strides))
 
 
-def compare_models(case: Case, transform: Callable[[nn.Module], nn.Module]) -> Difference:
+def compare_models(case: Case, change: Callable[[nn.Module], nn.Module]) -> Difference:
     """Return how far the transformed model is from the untouched one.
 
     Args:
         case: Builds both, from the same seed.
-        transform: Takes the untouched model, returns what is to behave like it.
+        change: Takes the untouched model, returns what is to behave like it.
     """
     torch.compiler.reset()  # what was compiled for the last case counts against the recompile limit
     model, inputs = build_model(case)
@@ -152,7 +154,7 @@ def compare_models(case: Case, transform: Callable[[nn.Module], nn.Module]) -> D
         model.compile(backend=case.reference_backend, fullgraph=True, dynamic=False)
     reference = run_steps(model, inputs, case)
     model, inputs = build_model(case)
-    return difference(reference, run_steps(transform(model), inputs, case))
+    return difference(reference, run_steps(change(model), inputs, case))
 
 
 def compare_on_rank(rank: int, case: Case) -> Difference:
@@ -165,19 +167,24 @@ def compare_on_rank(rank: int, case: Case) -> Difference:
         case: What to build and how to transform it.
     """
     del rank
-    from fxshard.api import transform  # noqa: PLC0415 - fxshard.api imports verify, which imports this module
+    return compare_models(case, lambda model: transformed(model, case))
 
-    def shard(model: nn.Module) -> nn.Module:
-        placements = None if case.placements is None else list(case.placements)
-        return transform(
-            model,
-            mesh=mesh(case.mesh_shape),
-            placements=placements,
-            inner_backend=case.inner_backend,
-            **case.options,
-        )
 
-    return compare_models(case, shard)
+def transformed(model: nn.Module, case: Case) -> nn.Module:
+    """Return the model transformed as the case says (in a rank process); what was compiled before is forgotten.
+
+    Args:
+        model: The untouched model.
+        case: Says the mesh, the placements and the options.
+    """
+    torch.compiler.reset()
+    return transform(
+        model,
+        mesh=mesh(case.mesh_shape),
+        placements=None if case.placements is None else list(case.placements),
+        inner_backend=case.inner_backend,
+        **case.options,
+    )
 
 
 def rounding_floor(case: Case) -> Difference:

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import fx
 
-from fxshard._torch import unsynchronised_batch_norms, whole_graphs
+from fxshard._torch import unsynchronised_batch_norms
 from fxshard.backend import check_choices, split_dims_of
-from fxshard.batch_norms import cumulative_averages
-from fxshard.dynamo import not_captured, own_errors, traceable_call
+from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
 from fxshard.passes.config import Config
@@ -233,7 +232,7 @@ def _graphs(model: torch.nn.Module, inputs: Sequence[Any], config: Config) -> tu
 
     compiled = torch.compile(traceable_call(model), backend=backend, fullgraph=True, dynamic=False)
     try:
-        with own_errors(model), whole_graphs(), cumulative_averages(model), unsynchronised_batch_norms():
+        with capturing(model), unsynchronised_batch_norms():
             compiled(*inputs)
     except _PlannedError:
         pass

@@ -6,13 +6,41 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from fxshard._torch import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
+import torch
+
+from fxshard._torch import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError, whole_graphs
+from fxshard.batch_norms import cumulative_averages
 from fxshard.errors import CaptureError, FxShardError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
+
+@contextmanager
+def capturing(net: torch.nn.Module, announce: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+    """Give a context in which a compiled module is captured whole, and its errors are fxshard's.
+
+    Args:
+        net: Whose forward is called.
+        announce: As for :func:`own_errors`.
+    """
+    with own_errors(net, announce), whole_graphs(), cumulative_averages(net), _plain_isinstance():
+        yield
+
+
+@contextmanager
+def _plain_isinstance() -> Iterator[None]:
+    """Let ``torch.jit.isinstance``, which ends a graph, be ``isinstance``: the same for classes (MONAI's U-Nets)."""
+    scripted = torch.jit.isinstance
+    torch.jit.isinstance = _isinstance
+    try:
+        yield
+    finally:
+        torch.jit.isinstance = scripted
+
+
+def _isinstance(obj: object, target_type: type) -> bool:
+    return isinstance(obj, target_type)
 
 
 def traceable_call(net: torch.nn.Module) -> Callable[..., Any]:

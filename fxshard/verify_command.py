@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from fxshard.models import build_named, require_model
 from fxshard.plan_command import add_what_is_split, split_dims
-from fxshard.verify import DTYPES, verify
+from fxshard.verification import DTYPES, verify
 
 if TYPE_CHECKING:
     import argparse

@@ -95,6 +95,18 @@ def test_one_mesh_is_needed(wrong: dict[str, Any]) -> None:
         planned(**wrong)
 
 
+class Scripted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() if torch.jit.isinstance(x, Tensor) else x
+
+
+def test_checks_for_scripting_are_no_obstacle() -> None:
+    scripted = torch.jit.isinstance
+    plan = fxshard.plan(Scripted(), torch.empty(1, 3, 8, 8, device="meta"), world_size=2)
+    assert "aten.relu.default" in [n.op for n in plan.report.nodes]
+    assert torch.jit.isinstance is scripted
+
+
 class Branching(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x if x.sum() > 0 else -x

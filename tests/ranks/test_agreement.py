@@ -217,6 +217,18 @@ def test_a_branch_on_data_is_refused_with_the_user_s_line(pool: RankPool, way: s
             assert found.text.startswith("Branch cannot be captured whole: ")
 
 
+def run_in_eager_mode(rank: int) -> Outcome:
+    """Call a transformed model while Dynamo is off (runs in a rank process)."""
+    net = transform(nn.Sequential(nn.Conv2d(3, 4, 3)), mesh=mesh((2,)), placements=[Shard(3)], inner_backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        return outcome(lambda: net(torch.zeros(1, 3, 8, 8)))
+
+
+def test_a_model_that_dynamo_leaves_alone_is_refused(pool: RankPool) -> None:
+    for found in pool.run(run_in_eager_mode, ranks=2):
+        assert "ran without being captured" in found.text
+
+
 def build_branch() -> tuple[nn.Module, tuple[Tensor]]:
     return Branch(), (torch.randn(1, 3, 8, 16),)
 

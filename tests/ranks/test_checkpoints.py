@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from fxshard.compare import Case
+from fxshard.compare import Case, transformed
 from fxshard.trace import build_model
 from tests.ranks.checks import assert_exact
-from tests.ranks.transformed import transformed
 
 if TYPE_CHECKING:
     from fxshard.workers import RankPool

@@ -13,11 +13,10 @@ from torch.distributed.tensor import Shard
 from torch.nn.grad import conv2d_input, conv2d_weight
 from torch.utils.checkpoint import checkpoint
 
-from fxshard.compare import Case
+from fxshard.compare import Case, transformed
 from fxshard.trace import build_model
 from fxshard.workers import WorkerError
 from tests.ranks.checks import assert_exact, judge
-from tests.ranks.transformed import transformed
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,11 +13,10 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 from torch.nn.utils import parametrize
 
-from fxshard.compare import Case, difference
+from fxshard.compare import Case, difference, transformed
 from fxshard.ops.memory import CHANNELS_LAST, memory_order
 from fxshard.trace import Step, Trace, build_model
 from tests.ranks.checks import assert_exact
-from tests.ranks.transformed import transformed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

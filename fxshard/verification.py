@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fxshard.api import transform
 from fxshard.bisect import Culprit, bisect_on_rank
-from fxshard.compare import KINDS, Difference, difference, within_float32
+from fxshard.compare import KINDS, Difference, difference, transformed, within_float32
 from fxshard.trace import Case, build_model, run_steps
-from fxshard.workers import RankPool, mesh
+from fxshard.workers import RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -151,7 +150,7 @@ def verify(  # noqa: PLR0913  options
         judged: dict[str, tuple[bool, ...]] = {name: tuple(each.same for each in all_) for name, all_ in found.items()}
         culprits: list[Culprit | None] = []
         if bisect and not all(all(each) for each in judged.values()):
-            culprits = pool.run(bisect_on_rank, case, _transformed)
+            culprits = pool.run(bisect_on_rank, case)
     culprit = next((c for c in culprits if c is not None), None)
     differences: dict[str, tuple[Difference, ...]] = {n: tuple(e.difference for e in all_) for n, all_ in found.items()}
     rounding: dict[str, Difference] = {n: all_[0].rounding for n, all_ in found.items() if all_[0].rounding is not None}
@@ -161,13 +160,6 @@ def verify(  # noqa: PLR0913  options
 def _copied(model: nn.Module, inputs: torch.Tensor | Inputs | None) -> tuple[nn.Module, Inputs]:
     given = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     return copy.deepcopy(model), () if given is None else given
-
-
-def _transformed(case: Case, model: nn.Module) -> nn.Module:
-    placements = None if case.placements is None else list(case.placements)
-    return transform(
-        model, mesh=mesh(case.mesh_shape), placements=placements, inner_backend=case.inner_backend, **case.options
-    )
 
 
 @dataclass(frozen=True)
@@ -186,7 +178,7 @@ def _compare(rank: int, case: Case, dtype: str) -> _Compared:
     case, truth = _of_dtype(case, dtype), _of_dtype(case, "float64")
     expected = run_steps(*build_model(truth), truth)
     model, inputs = build_model(case)
-    sharded = run_steps(_transformed(case, model), inputs, case)
+    sharded = run_steps(transformed(model, case), inputs, case)
     found = difference(expected, sharded, dtypes=dtype == "float64")
     if dtype == "float64":
         return _Compared(found.exact(), found)
