@@ -188,7 +188,7 @@ def plan(
 
     Example:
         >>> found = plan(torch.nn.Conv2d(3, 8, 7, padding=3), torch.empty(1, 3, 16, 64), world_size=2)
-        >>> found.report.total.of("halo").messages
+        >>> found.report.total.of("gradient").messages
         2
     """
     shape = _mesh_shape(world_size, mesh_shape)

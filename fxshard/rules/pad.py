@@ -72,7 +72,7 @@ def place_pad(call: OpCall, at: tuple[Placement, ...]) -> Choice:
         return Gather("a complex constant")
     if _fill(call).mode == "circular" and min(amounts) < 0:
         if _overlaps(call.shape(0), amounts):
-            return Gather("a circular padding wider than what a crop leaves: ATen's result is what its loop overwrites")
+            return Gather("a circular padding wider than what a crop leaves: ATen does not write all of its result")
         return Expand(_circular_crop)
     stencil = Stencil(padding=amounts[behind])
     shards = stencil_shards(image, stencil, call.out_shape[image.dim], _fill(call))

@@ -133,7 +133,15 @@ def draw_pad(chance: Random, shape: Shape) -> Options:
     mode = chance.choice(("constant", "reflect", "replicate", "circular"))
     least = -3 if mode in ("constant", "circular") else 0
     pad = tuple(chance.randint(least, 5) for _ in range(2 * (len(shape) - 2)))
+    if mode == "circular" and not _wraps(shape, pad):
+        mode = "constant"  # ATen leaves memory in the result that it has not written
     return {"pad": pad, "mode": mode} | ({"value": 0.75} if mode == "constant" and likely(chance) else {})
+
+
+def _wraps(shape: Shape, pad: tuple[int, ...]) -> bool:
+    """Return whether a circular padding is no wider than what its own crop leaves."""
+    ends = zip(reversed(shape), pad[::2], pad[1::2], strict=False)
+    return all(max(before, behind) <= size + min(before, 0) + min(behind, 0) for size, before, behind in ends)
 
 
 def build_pad(shape: Shape, **options: Any) -> nn.Module:

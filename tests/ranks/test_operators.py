@@ -30,7 +30,6 @@ MENDED = (
         mesh=(3,),
         dims=(2,),
     ),
-    Drawn((1, 2, 5, 3, 5), (Op("pad", pad=(5, -3, 3, 0, -1, 5), mode="circular"),), mesh=(2,), dims=(2,)),
     Drawn((1, 1, 3, 6), (Op("interpolate", mode="nearest", scale_factor=0.4),), mesh=(2,), dims=(3,)),
 )
 """What differed once."""
