@@ -19,7 +19,7 @@ from fxshard import agreement
 from fxshard._torch import FakeTensorMode, detect_fake_mode, lookup_backend
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
-from fxshard.local_io import Part, is_stand_in, part_example, part_of, whole_example, with_local_io
+from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
 from fxshard.mesh import default_mesh
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.config import Config
@@ -139,7 +139,7 @@ def _parts(example_inputs: Sequence[Any]) -> dict[int, Part]:
     """Return the inputs of which this rank passes its part, by number."""
     found = {}
     for number, value in enumerate(example_inputs):
-        part = part_of(value) if is_stand_in(value) else None
+        part = part_of(value)
         if part is not None:
             found[number] = part
     return found

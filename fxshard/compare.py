@@ -212,9 +212,8 @@ def within_float32(reference64: Trace, reference32: Trace, sharded32: Trace) -> 
     hard = [m for m in difference(reference32, sharded32).mismatches if m.reason != _OTHER_VALUES]
     if hard or not set(found.mismatches) <= set(floor.mismatches):
         return False
-    eps = torch.finfo(torch.float32).eps  # of a value; a vanishing one is judged against a part of the largest
-    least = dict.fromkeys(KINDS, eps) | {"vanishing": eps / VANISHING_SCALE}
-    return all(found.worst[kind].error <= 2 * floor.worst[kind].error + least[kind] for kind in KINDS)
+    least = torch.finfo(torch.float32).eps
+    return all(found.worst[kind].error <= 2 * floor.worst[kind].error + least for kind in KINDS)
 
 
 def _untouched(case: Case, dtype: torch.dtype) -> Trace:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxshard import agreement
+from fxshard._torch import FakeTensor
 from fxshard.errors import PlanError
 from fxshard.layout import Layout, Placement, Replicate, Shard, chunk_bounds
 from fxshard.ops.memory import empty_like_order, memory_order
@@ -58,9 +59,10 @@ class Part:
 
     @property
     def stand_in(self) -> Tensor:
-        """A tensor of the whole's shape and type, with the memory of one element."""
-        like = self.value.detach()
-        return like.new_zeros(()).expand(self.shape).requires_grad_(self.value.requires_grad)
+        """A tensor of the whole's shape and type, with the memory of one element: not a number, should it be read."""
+        fill = float("nan") if self.value.is_floating_point() else 0
+        one = self.value.detach().new_full((1,), fill)  # not expand: that leaves a last dimension of size 1 its stride
+        return one.as_strided(self.shape, [0] * len(self.shape)).requires_grad_(self.value.requires_grad)
 
 
 _parts: ContextVar[dict[int, Part] | None] = ContextVar("parts", default=None)
@@ -71,19 +73,20 @@ def current_parts() -> dict[int, Part]:
     return _parts.get() or {}
 
 
-def is_stand_in(value: object) -> bool:
-    """Return whether a graph's input, real or fake, looks like a stand-in: no stride leads anywhere."""
-    return isinstance(value, torch.Tensor) and value.numel() > 1 and not any(value.stride())
+def part_of(value: object) -> Part | None:
+    """Return the part that a graph's input stands for in this call; None for an input that is what it is.
 
-
-def part_of(stand_in: Tensor) -> Part | None:
-    """Return the part that a fake stand-in of this call is for: one of its shape and dtype.
+    Args:
+        value: A stand-in is found by its identity, a fake of one by its shape, dtype and strides that lead nowhere.
 
     Raises:
         PlanError: Inputs of one shape are split in different ways.
     """
-    shape, dtype = tuple(stand_in.shape), stand_in.dtype
-    found = [p for p in current_parts().values() if (p.shape, p.value.dtype) == (shape, dtype)]
+    parts = current_parts()
+    if not isinstance(value, FakeTensor) or any(value.stride()):
+        return parts.get(id(value))
+    shape, dtype = tuple(value.shape), value.dtype
+    found = [p for p in parts.values() if (p.shape, p.value.dtype) == (shape, dtype)]
     if len({p.layout for p in found}) > 1:
         msg = f"inputs of shape {shape} are split as {' and '.join(str(p.layout) for p in found)}; split them alike"
         raise PlanError(msg)
@@ -181,7 +184,8 @@ class Entrance:
         if not parts:
             yield args, kwargs
             return
-        stand_ins = {key: part.stand_in for key, part in parts.items()}
+        alone = self.mesh().size() == 1  # the part is the whole
+        stand_ins = {key: part.value if alone else part.stand_in for key, part in parts.items()}
         token = _parts.set({id(stand_ins[key]): part for key, part in parts.items()})
         try:
             args, kwargs = tree_unflatten([stand_ins.get(id(leaf), leaf) for leaf in leaves], tree)

@@ -47,7 +47,7 @@ def trained(rank: int, shape: tuple[int, ...], inner: str) -> tuple[list[Tensor]
     model = Noisy().double()
     placements = [Shard(2), Shard(3)][-len(shape) :]
     net = transform(model, mesh=mesh(shape), placements=placements, inner_backend=inner, rng="counter")
-    image = torch.randn(2, 3, 7, 13, dtype=torch.float64)
+    image = torch.randn(2, 3, 7, 13, dtype=torch.float64, requires_grad=True)
     found = []
     backend.on_compiled.append(observe)
     try:
@@ -57,7 +57,8 @@ def trained(rank: int, shape: tuple[int, ...], inner: str) -> tuple[list[Tensor]
             found.append(out.detach())
     finally:
         backend.on_compiled.remove(observe)
-    found += [p.grad for p in model.parameters() if p.grad is not None]
+    found += [p.grad for p in (image, *model.parameters()) if p.grad is not None]
+    assert len(found) == 7, "two outputs, the gradients of the image and of four parameters"
     whole = [n.name for g in graphs for n in g.graph.nodes if "counter" in str(n.target) and n.args[6] == n.args[4]]
     return [*found, torch.get_rng_state()], whole
 

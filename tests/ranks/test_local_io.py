@@ -148,6 +148,33 @@ def test_dtensors_are_parts(pool: RankPool) -> None:
     pool.run(dtensor_parts, ranks=3)
 
 
+def thin_parts(rank: int, ranks: int) -> None:
+    """Pass rows of an image of one column: a whole whose last dimension has no stride to speak of."""
+    torch.compiler.reset()
+    spatial = mesh((ranks,))
+    model, reference = (nn.Conv2d(1, 1, 3, padding=1).double() for _ in range(2))
+    reference.load_state_dict(model.state_dict())
+    net = transform(model, mesh=spatial, placements=[Shard(2)], inner_backend="eager", inputs="local")
+    whole = torch.linspace(-1, 1, 8, dtype=torch.float64).reshape(1, 1, 8, 1).requires_grad_()
+    part = whole.detach().chunk(ranks, 2)[rank].clone().requires_grad_()
+    torch.manual_seed(0)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.nn.init.uniform_(p)
+        q.data.copy_(p)
+    found, expected = net(part), reference(whole)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(part.grad, whole.grad.chunk(ranks, 2)[rank], rtol=1e-9, atol=1e-9)
+    check_trained(model, reference)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_image_of_one_column_and_a_mesh_of_one_rank(pool: RankPool, ranks: int) -> None:
+    pool.run(thin_parts, ranks, ranks=ranks)
+
+
 def unfitting_parts(rank: int) -> str:
     """Pass parts of other heights (runs in a rank process)."""
     net = transform(build(), mesh=mesh((2,)), placements=[Shard(3)], inner_backend="eager", inputs="local")
