@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # the handshake needs the store that rendezvous used, not a collective that could hang
     _get_default_timeout,
+    _world,  # all process groups
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
@@ -27,6 +28,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+get_data: Callable[[torch.Tensor], torch.Tensor] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
+"""The node target of ``x.data`` in a Dynamo graph."""
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """The node target that opens and closes ``no_grad`` regions in a captured graph."""
 
@@ -46,6 +49,8 @@ __all__ = [
     "cache_key_tagged",
     "dead_draws_kept",
     "detect_fake_mode",  # Dynamo's mode has to be reused, two modes do not mix
+    "get_data",
+    "group_exists",
     "is_module_state",
     "lookup_backend",  # any Dynamo backend by name; torch.compile would capture a second time
     "make_fx",
@@ -77,6 +82,11 @@ def is_module_state(placeholder: torch.fx.Node, example: object) -> bool:
     guard_source = source.guard_source
     kind = guard_source() if callable(guard_source) else guard_source  # a method in 2.11, a property in 2.14
     return bool(kind.is_unspecialized_nn_module() or kind.is_unspecialized_builtin_nn_module())
+
+
+def group_exists(name: str) -> bool:
+    """Return whether a process group of this name is there: it goes when the default group is destroyed."""
+    return name in _world.pg_names.values()
 
 
 def unfunctionalized(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
-def transform(
+def transform(  # noqa: PLR0913  options, by keyword
     model: Model,
     *,
     mesh: DeviceMesh | None = None,
@@ -39,6 +39,8 @@ def transform(
     rng: str = "match",
     inputs: Literal["global", "local"] = "global",
     outputs: Literal["global", "local"] = "global",
+    bucket_cap_mb: float = 25.0,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Model:
     """Return ``model`` with a forward that splits the image over the ranks of ``mesh``.
 
@@ -61,6 +63,9 @@ def transform(
             part is that part of the whole's gradient.  A ``DTensor`` on ``mesh`` is taken as what it is either way.
         outputs: "global": whole tensors on every rank.  "local": outputs that the plan leaves split are ``DTensor``
             on ``mesh``; the others are whole.
+        bucket_cap_mb: When an all-reduce of gradients is full, in MiB, as in ``DistributedDataParallel``; 0 gives each
+            parameter its own.
+        reduce_dtype: What gradients are summed over the ranks in; None for each parameter's own type.
 
     Returns:
         A module of the same class.
@@ -81,6 +86,8 @@ def transform(
         "rng": rng,
         "inputs": inputs,
         "outputs": outputs,
+        "bucket_cap_mb": bucket_cap_mb,
+        "reduce_dtype": reduce_dtype,
     }
     net = object.__new__(type(model))  # not copy.copy: parametrized modules refuse it
     net.__dict__.update(model.__dict__)

@@ -7,6 +7,7 @@ what a backend raises in an error of its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from fxshard._torch import FakeTensorMode, detect_fake_mode, lookup_backend
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
 from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
-from fxshard.mesh import default_mesh
+from fxshard.mesh import default_mesh, summing_groups
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.config import Config
 from fxshard.passes.lower import lower
@@ -40,7 +41,7 @@ on_compiled: list[Callable[[fx.GraphModule, fx.GraphModule, Config], None]] = []
 """Called with (planned global graph, local graph, config) after each rewrite, before the inner backend."""
 on_first_call: list[Callable[[fx.GraphModule, fx.GraphModule, Config, Sequence[Any]], None]] = []
 """Called with the same and the inputs when a graph that was compiled meanwhile is first called, before it runs."""
-OPTIONS = ("mesh", "placements", "inner_backend", "rng", "outputs")
+OPTIONS = ("mesh", "placements", "inner_backend", "rng", "outputs", "bucket_cap_mb", "reduce_dtype")
 RNG_MODES = ("match", "counter")
 WHERE = ("global", "local")
 """What inputs and outputs may be."""
@@ -54,7 +55,7 @@ def fxshard(
     Args:
         gm: The graph that Dynamo captured.
         example_inputs: Its inputs.
-        options: ``mesh``, ``placements``, ``inner_backend``, ``rng``, ``outputs``: see :func:`fxshard.transform`.
+        options: What :func:`fxshard.transform` takes by keyword, except ``inputs``.
         unknown: Other keywords of ``torch.compile``; refused.
 
     Returns:
@@ -104,7 +105,8 @@ def _compile(
     for observe in on_compiled:
         observe(graph, local, config)
     examples = [part_example(parts[i], mode) if i in parts else v for i, v in enumerate(example_inputs)]
-    compiled = lower(executable(local, config=config), examples, config=config)
+    groups = functools.partial(summing_groups, mesh)
+    compiled = lower(executable(local, config=config, groups=groups), examples, config=config)
     run = with_local_io(compiled, list(parts), mesh, local.meta[OUTPUTS])
     return _watched(run, graph, local, config) if on_first_call else run
 
@@ -124,15 +126,23 @@ def _watched(
 
 
 def check_choices(options: dict[str, Any]) -> None:
-    """Check the options that have a few words to choose from.
+    """Check the options that can be judged without a model.
 
     Raises:
-        PlanError: One has another word.
+        PlanError: One has another word, or another type.
     """
     for name, words in (("rng", RNG_MODES), ("inputs", WHERE), ("outputs", WHERE)):
         if options.get(name, words[0]) not in words:
             msg = f"{name}={options[name]!r} is not there; use one of {words}"
             raise PlanError(msg)
+    cap = options.get("bucket_cap_mb", Config.bucket_cap_mb)
+    if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0:
+        msg = f"bucket_cap_mb={cap!r} is no size; use MiB, such as {Config.bucket_cap_mb}, or 0 for a bucket each"
+        raise PlanError(msg)
+    dtype = options.get("reduce_dtype")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        msg = f"reduce_dtype={dtype!r} is no floating dtype; use torch.float32, or None for each parameter's own"
+        raise PlanError(msg)
 
 
 def _parts(example_inputs: Sequence[Any]) -> dict[int, Part]:
@@ -163,6 +173,8 @@ def make_config(mesh: DeviceMesh, options: dict[str, Any]) -> Config:
         inner_backend=options.get("inner_backend", "inductor"),
         rng=options.get("rng", "match"),
         local_outputs=options.get("outputs") == "local",
+        bucket_cap_mb=options.get("bucket_cap_mb", Config.bucket_cap_mb),
+        reduce_dtype=options.get("reduce_dtype"),
     )
 
 

@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from fxshard._torch import group_exists
+
 AXIS = "spatial"
+_summing: list[str] = []
+"""The name of the process group that was made for gradient sums."""
 
 
 def default_mesh() -> DeviceMesh:
@@ -34,3 +38,27 @@ def start_process_group(device: str) -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def summing_groups(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the process groups that gradients are summed over.
+
+    In the group of an axis a halo exchange would wait behind a sum of gradients, because the operations of a group run
+    one after the other on a GPU; so a mesh of all ranks has a group for the sums, which also serves several axes at
+    once.  A part of the ranks cannot make one alone.
+
+    Args:
+        mesh: The spatial mesh; every rank calls this at the same point.
+        names: The groups of the axes to sum over.
+
+    Returns:
+        Names of groups to sum over, one after the other.
+    """
+    covers_world = len(names) == mesh.ndim and mesh.size() == dist.get_world_size()
+    if not covers_world or (mesh.ndim == 1 and mesh.device_type == "cpu") or dist.get_backend() == "fake":
+        return names
+    if not (_summing and group_exists(_summing[0])):
+        made = dist.new_group(group_desc="fxshard gradient sums")
+        assert isinstance(made, dist.ProcessGroup), "every rank is in it"
+        _summing[:] = [made.group_name]
+    return (_summing[0],)

@@ -10,7 +10,8 @@ forward and, where a gradient passes, backward::
     slice              -                     gather     the slices of the gradient are put together
     redistribute       redistribute          redistribute
     all_reduce         reduce                -          statistics: the sum's gradient is the same everywhere
-    sum_gradient       -                     gradient   each rank's gradient is one term of the sum
+    sum_gradient       -                     gradient   each rank's gradient is one term of the sum; those of
+                                                        parameters travel in buckets
 
 An all-reduce counts its payload once, whatever the algorithm sends.  What activation checkpointing runs a second
 time is counted once.
@@ -29,6 +30,7 @@ from torch._ops import OpOverload
 
 from fxshard._torch import set_grad_enabled
 from fxshard.ops.traffic import Traffic, node_traffic, traffic
+from fxshard.passes.bucket_gradients import bucket_bytes, gradient_buckets
 from fxshard.passes.capture import KEY, Captured
 from fxshard.provenance import is_communication, module_path, origins, source_line
 from fxshard.values import plan_of, tensor_value
@@ -172,7 +174,7 @@ def describe(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> 
     """
     assert config.rank is not None, "a local graph is one rank's"
     coords = config.rank.coords
-    sent = _communication_by_node(planned, local)
+    sent = _communication_by_node(planned, local, config)
     nodes = tuple(_describe_node(node, coords, sent.get(node, Communication())) for node in planned.graph.nodes)
     return PlanReport(config.mesh_shape, coords, nodes)
 
@@ -217,13 +219,30 @@ def _merge(a: dict[str, Traffic], b: dict[str, Traffic]) -> dict[str, Traffic]:
     return {kind: a.get(kind, Traffic()) + b.get(kind, Traffic()) for kind in KINDS if kind in a or kind in b}
 
 
-def _communication_by_node(planned: fx.GraphModule, local: fx.GraphModule) -> dict[fx.Node, Communication]:
-    with_gradient = _with_gradient(planned, local)
+def _communication_by_node(
+    planned: fx.GraphModule, local: fx.GraphModule, config: Config
+) -> dict[fx.Node, Communication]:
+    with_gradient, bucketed = _with_gradient(planned, local), _bucketed(local, config)
     total: dict[fx.Node, Communication] = {}
     for node, origin in origins(planned, local):
-        if is_communication(node):
-            total[origin] = total.get(origin, Communication()) + _communication(node, node in with_gradient)
+        if node in bucketed:
+            sent = Communication({}, {"gradient": bucketed[node]})
+        elif is_communication(node):
+            sent = _communication(node, node in with_gradient)
+        else:
+            continue
+        total[origin] = total.get(origin, Communication()) + sent
     return total
+
+
+def _bucketed(local: fx.GraphModule, config: Config) -> dict[fx.Node, Traffic]:
+    """Return what is sent for each gradient sum that is in a bucket: the message goes to the last that is ready."""
+    found = {}
+    for members in gradient_buckets(local.graph, config):
+        for member in members:
+            sent = Traffic(int(member is members[-1]), bucket_bytes([member], config))
+            found.update(dict.fromkeys(member.sums, Traffic()) | {member.sums[0]: sent})
+    return found
 
 
 def _communication(node: fx.Node, has_gradient: bool) -> Communication:

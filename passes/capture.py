@@ -37,7 +37,7 @@ from fxshard._torch import (
 )
 from fxshard.errors import CaptureError
 from fxshard.passes.custom_functions import refuse_draws, run_custom_function
-from fxshard.passes.hidden_updates import VISIBLE
+from fxshard.passes.spelled_out import SPELLED_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,12 +79,12 @@ class _Runner(fx.Interpreter):
             raise CaptureError(msg) from error
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the target with every update visible; of a checkpoint, its region; of a custom function, its bodies."""
+        """Run the target, spelled out; of a checkpoint, its region; of a custom function, its bodies."""
         if target is autograd_function_apply:
             forward, backward, *inputs = args
             return run_custom_function(_Runner(forward).run, _Runner(backward).run, tuple(inputs), kwargs)
         if target is not tag_activation_checkpoint:
-            return super().call_function(VISIBLE.get(target, target), args, kwargs)
+            return super().call_function(SPELLED_OUT.get(target, target), args, kwargs)
         region, *inputs = args
         number = next(_region_numbers)
         for node in region.graph.nodes:
@@ -127,6 +127,16 @@ def _specialize(gm: fx.GraphModule) -> None:
             concrete(size)
 
 
+def _tidy(graph: fx.Graph) -> None:
+    """Erase what does nothing in a functional graph."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:  # what .to() checks of its global input
+            graph.erase_node(node)
+        elif node.target is torch.ops.aten.clone.default and node.args[0].target is torch.ops.aten.dropout.default:
+            node.replace_all_uses_with(node.args[0])  # a copy to write to (fxshard.passes.spelled_out)
+            graph.erase_node(node)
+
+
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """Return the functional ATen graph of a Dynamo graph, with global shapes.
 
@@ -157,9 +167,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     for ours, theirs in zip((n for n in captured.graph.nodes if n.op == "placeholder"), placeholders, strict=True):
         if hasattr(theirs, SOURCE):  # inner backends read from it which inputs are the model's own
             setattr(ours, SOURCE, getattr(theirs, SOURCE))
-    for node in list(captured.graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:  # what .to() checks of its global input
-            captured.graph.erase_node(node)
+    _tidy(captured.graph)
     names = list(signature.user_inputs)
     captured.meta[KEY] = Captured(
         updates=tuple(names.index(target) for target in signature.user_inputs_to_mutate.values()),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from fxshard.emitter import Rank
     from fxshard.layout import Layout
 
@@ -23,6 +25,8 @@ class Config:
         rng: "match": draws equal the untouched model's in eager mode; "counter": each rank makes its part.
         parts: The layout of each graph input of which a rank passes its part, by the input's number.
         local_outputs: Whether outputs that are split leave the graph split.
+        bucket_cap_mb: When an all-reduce of gradients is full, in MiB.
+        reduce_dtype: What gradients are summed in; None for each parameter's own type.
     """
 
     mesh_shape: tuple[int, ...]
@@ -32,3 +36,5 @@ class Config:
     rng: str = "match"
     parts: tuple[tuple[int, Layout], ...] = ()
     local_outputs: bool = False
+    bucket_cap_mb: float = 25.0
+    reduce_dtype: torch.dtype | None = None

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from fxshard.errors import FxShardError
 from fxshard.passes.apply_autocast import apply_autocast
+from fxshard.passes.bucket_gradients import bucket_gradients
 from fxshard.passes.capture import capture
 from fxshard.passes.count_random import count_random
+from fxshard.passes.hoist_sums import hoist_sums
 from fxshard.passes.lower import without_autocast
 from fxshard.passes.plan import plan
 from fxshard.passes.push_splits import push_splits
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from fxshard.passes.bucket_gradients import Groups
     from fxshard.passes.config import Config
 
 
@@ -56,10 +59,17 @@ def planned(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config
 
 def localized(planned_graph: fx.GraphModule, *, config: Config) -> fx.GraphModule:
     """Return the local graph of ``config.rank``."""
-    return run_pass(rewrite, planned_graph, config=config)
+    return run_pass(hoist_sums, run_pass(rewrite, planned_graph, config=config))
 
 
-def executable(local: fx.GraphModule, *, config: Config) -> fx.GraphModule:
-    """Return a local graph with what autograd has to treat as one piece in submodules."""
+def executable(local: fx.GraphModule, *, config: Config, groups: Groups = tuple) -> fx.GraphModule:
+    """Return a local graph with what autograd has to treat as one piece in submodules.
+
+    Args:
+        local: A local graph; it is changed.
+        config: Names the inner backend and says how gradients are summed.
+        groups: As :func:`fxshard.passes.bucket_gradients.bucket_gradients` takes it.
+    """
     local = run_pass(wrap_gradients, local)
+    local = run_pass(bucket_gradients, local, config=config, groups=groups)
     return run_pass(wrap_checkpoints, local, config=config)

@@ -1,10 +1,13 @@
-"""Calls that write buffers without saying so in their operator's schema, spelled out for capture.
+"""Calls that capture does not see through, spelled out.
 
-Capture sees what an operator's schema says it writes.  ``aten::instance_norm`` says nothing and updates the running
-statistics inside::
+Capture sees what an operator's schema says it writes; ``aten::instance_norm`` says nothing and updates the running
+statistics inside.  ``aten::dropout`` returns its input where it drops nothing, so capture refuses to write to its
+result in either case.  ``x.data`` is no operator at all::
 
     F.instance_norm(x, mean, var, ...)      ->      mean.lerp_(the instances' mean); var.lerp_(their unbiased variance)
                                                     F.instance_norm(x, None, None, ...)
+    F.dropout(x, p)                         ->      F.dropout(x, p).clone(), or x itself
+    x.data                                  ->      x.detach()
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+
+from fxshard._torch import get_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,5 +60,23 @@ def _aten_instance_norm(
     return _instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
 
 
-VISIBLE: dict[Any, Callable[..., Any]] = {F.instance_norm: _instance_norm, torch.instance_norm: _aten_instance_norm}
-"""For a call of a Dynamo graph that writes buffers unseen, the one that writes them openly."""
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Return ``torch.nn.functional.dropout``'s result, which may be written to."""
+    if not training or p == 0:
+        return input
+    return F.dropout(input, p, True, inplace) if inplace else F.dropout(input, p).clone()
+
+
+def _aten_dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """Return ``torch.dropout``'s result, which may be written to."""
+    return _dropout(input, p, train)
+
+
+SPELLED_OUT: dict[Any, Callable[..., Any]] = {
+    F.instance_norm: _instance_norm,
+    torch.instance_norm: _aten_instance_norm,
+    F.dropout: _dropout,
+    torch.dropout: _aten_dropout,
+    get_data: torch.detach,
+}
+"""For a call of a Dynamo graph that capture does not see through, one that it does."""

@@ -7,7 +7,7 @@ so every kind stands in a small model between two convolutions whose gradients d
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxshard.api import transform
-from fxshard.compare import Case
+from fxshard.compare import Case, transformed
 from fxshard.trace import build_model
-from fxshard.workers import mesh
 from tests.ranks.checks import assert_exact
 
 if TYPE_CHECKING:
@@ -251,14 +249,14 @@ def test_in_place_code_is_right(pool: RankPool, code: str) -> None:
 
 
 class Communication(TorchDispatchMode):
-    """Counts calls of fxshard's operators."""
+    """Counts calls of fxshard's operators, and the sums of gradients that are started."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fxshard":
+        if func.namespace == "fxshard" or func is torch.ops._c10d_functional.all_reduce.default:
             self.calls[func.overloadpacket.__name__] += 1
         return func(*args, **(kwargs or {}))
 
@@ -275,7 +273,7 @@ def run_backward(rank: int, case: Case, input_gradient: bool) -> Backward:
     torch.compiler.reset()
     model, inputs = build_model(case)
     assert isinstance(inputs, tuple)
-    net = transform(model, mesh=mesh(case.mesh_shape), placements=[Shard(3)], inner_backend=case.inner_backend)
+    net = transformed(model, case)
     loss = net(inputs[0].requires_grad_(input_gradient)).sum()
     with Communication() as counted:
         loss.backward()
@@ -287,12 +285,13 @@ def run_backward(rank: int, case: Case, input_gradient: bool) -> Backward:
     # four of the convolutions around; the whole image's mean needs none
     [("conv", 6), ("frozen-weight", 5), ("layer-scale", 7), ("frozen-layer-scale", 6), ("used-twice", 6)],
 )
-def test_one_all_reduce_for_each_trained_parameter_and_none_for_a_frozen_one(
-    pool: RankPool, kind: str, all_reduces: int
-) -> None:
-    for found in pool.run(run_backward, Case(partial(build, kind)), True, ranks=2):
+def test_a_trained_parameter_is_summed_once_and_a_frozen_one_never(pool: RankPool, kind: str, all_reduces: int) -> None:
+    case = Case(partial(build, kind), options={"bucket_cap_mb": 0})
+    for found in pool.run(run_backward, case, True, ranks=2):
         assert found.calls["all_reduce"] == all_reduces
         assert len(found.trained) == all_reduces
+    for found in pool.run(run_backward, replace(case, options={}), True, ranks=2):
+        assert (found.calls["all_reduce"], len(found.trained)) == (1, all_reduces)
 
 
 def only_after_is_trained() -> tuple[nn.Module, tuple[Tensor]]:
@@ -302,5 +301,5 @@ def only_after_is_trained() -> tuple[nn.Module, tuple[Tensor]]:
 
 def test_a_frozen_front_sends_no_gradient_of_halos_or_of_the_input(pool: RankPool) -> None:
     for found in pool.run(run_backward, Case(only_after_is_trained), False, ranks=2):
-        assert found.calls == {"slice": 1, "all_reduce": 2}  # the output's gradient is cut, two parameters are summed
+        assert found.calls == {"slice": 1, "all_reduce": 1}  # the output's gradient is cut, two parameters are summed
         assert found.trained == {"after.weight", "after.bias"}
