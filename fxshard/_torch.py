@@ -6,11 +6,13 @@ Everything here was run on torch 2.11 and 2.14; nothing else in the package impo
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._functorch.aot_autograd import aot_export_module
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, detect_fake_mode
@@ -21,15 +23,18 @@ from torch.distributed.distributed_c10d import (
     _get_default_timeout,
     _world,  # all process groups
 )
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 get_data: Callable[[torch.Tensor], torch.Tensor] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 """The node target of ``x.data`` in a Dynamo graph."""
+set_data: Callable[..., Any] = getattr(torch.ops.aten, "shallow_copy_data_", torch.Tensor.set_)
+"""The node target of ``x.data = y`` in a Dynamo graph: ``set_`` in 2.11, an operator of its own in 2.14."""
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """The node target that opens and closes ``no_grad`` regions in a captured graph."""
 
@@ -38,6 +43,7 @@ __all__ = [
     "FakeTensor",  # shapes without storage
     "FakeTensorMode",
     "InternalTorchDynamoError",
+    "Partitioned",
     "TracingContext",
     "Unsupported",  # Dynamo met code that it cannot capture whole
     "UserError",
@@ -50,12 +56,17 @@ __all__ = [
     "dead_draws_kept",
     "detect_fake_mode",  # Dynamo's mode has to be reused, two modes do not mix
     "get_data",
+    "get_torch_obj_rule_map",  # Dynamo's rules for torch's functions, by identity: built before one is replaced
     "group_exists",
+    "is_composite",
+    "is_fx_symbolic_tracing",  # a tracer runs a class's forward, past what an object has of its own
     "is_module_state",
     "lookup_backend",  # any Dynamo backend by name; torch.compile would capture a second time
     "make_fx",
+    "partitioned",
     "preserve_node_meta",
     "register_inductor_decomposition",
+    "set_data",
     "set_grad_enabled",
     "tag_activation_checkpoint",  # what Dynamo makes of torch.utils.checkpoint
     "unfunctionalized",
@@ -84,6 +95,12 @@ def is_module_state(placeholder: torch.fx.Node, example: object) -> bool:
     return bool(kind.is_unspecialized_nn_module() or kind.is_unspecialized_builtin_nn_module())
 
 
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Return whether an operator is made of others on every device, gradient and all."""
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
 def group_exists(name: str) -> bool:
     """Return whether a process group of this name is there: it goes when the default group is destroyed."""
     return name in _world.pg_names.values()
@@ -100,6 +117,54 @@ def register_inductor_decomposition(op: torch._ops.OpOverload, lowering: Callabl
 
     if op not in decompositions:
         register_decomposition(op)(lowering)
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """A graph and its backward, as a backend would compile them.
+
+    Args:
+        forward: Returns the graph's outputs, then what the backward needs.
+        backward: None where nothing needs a gradient.
+        outputs: How many outputs of the forward are the graph's own.
+    """
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule | None
+    outputs: int
+
+
+def partitioned(gm: torch.fx.GraphModule, inputs: Sequence[Any], inner_backend: str) -> Partitioned:
+    """Return what AOTAutograd makes of a graph; nothing is compiled.
+
+    Args:
+        gm: A graph.
+        inputs: Its inputs, fake; those that need a gradient say so.
+        inner_backend: ``"inductor"`` decomposes operators before it partitions, others do not.
+    """
+    from torch._dynamo.backends.common import aot_autograd  # noqa: PLC0415  this and the next take a second
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # noqa: PLC0415
+    from torch._inductor import lowering  # noqa: F401, PLC0415  some decompositions look it up
+    from torch._inductor.decomposition import select_decomp_table  # noqa: PLC0415
+
+    found: list[Partitioned] = []
+
+    def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **options: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **options)
+        found.append(Partitioned(forward, backward, options["num_fwd_outputs"]))
+        return forward, backward
+
+    def compile_forward(graph: torch.fx.GraphModule, _: Any) -> Any:
+        if not found:
+            found.append(Partitioned(graph, None, len(graph.graph.output_node().args[0])))  # type: ignore[arg-type]
+        return graph.forward
+
+    aot_autograd(
+        fw_compiler=compile_forward,
+        partition_fn=partition,
+        decompositions=select_decomp_table() if inner_backend == "inductor" else {},
+    )(gm, list(inputs))
+    return found[0]
 
 
 @contextmanager
@@ -137,13 +202,13 @@ def whole_graphs() -> AbstractContextManager[None]:
     """Return a context in which a model is captured whole, for each size that it meets.
 
     Dynamo otherwise cuts the graph of a model inside DistributedDataParallel at the buckets before a backend sees
-    it, and each piece would be gathered; and it gives up at the ninth graph of a function, which two models of one
-    class share.
+    it, and each piece would be gathered; it leaves recurrent layers out; and it gives up at the ninth graph of a
+    function, which two models of one class share.
     """
     from torch._dynamo import config  # noqa: PLC0415  a submodule of its own
 
     limit = max(config.recompile_limit, MOST_GRAPHS)
-    patched: AbstractContextManager[None] = config.patch(optimize_ddp=False, recompile_limit=limit)
+    patched: AbstractContextManager[None] = config.patch(optimize_ddp=False, recompile_limit=limit, allow_rnn=True)
     return patched
 
 

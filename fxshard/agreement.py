@@ -27,8 +27,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("fxshard")
 TIMEOUT_S = 25.0
 """How long ranks wait for one another, and twice the time that this rank needed: a loaded machine is slow for all."""
+NOT_COMPILED = (
+    "did not compile this graph within {} s: it raised before, or it was given another input shape, mode (train/eval) "
+    "or model; every rank of a spatial mesh runs the same program"
+)
 FAILED = "failed"
+WORDS_AT_A_TIME = 2**20
+MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
+"""SplitMix64's increment and first multiplier, as signed integers."""
+DIMENSIONS = ("dim", "from_dim", "to_dim")
+"""How the schemas of collectives name dimensions."""
 _rounds: dict[tuple[int, ...], int] = {}
+_posted: dict[tuple[int, ...], list[str]] = {}
+"""The keys of this rank's words that may still be in the store, by the ranks of the mesh."""
 _seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -38,11 +49,26 @@ def digest(parts: Iterable[object]) -> str:
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """Return the sum of a tensor's bits, read as integers: equal tensors have equal sums on one kind of device."""
+def checksum(tensor: torch.Tensor) -> str:
+    """Return a hash of a tensor's bits in their order; equal tensors have equal hashes on one kind of device.
+
+    The bits are read as integers and summed with a weight for each place, modulo 2^64, some at a time.
+
+    Args:
+        tensor: On any device; not more than a copy of it and a few megabytes are allocated there.
+    """
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     words = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
-    return int(words.sum(dtype=torch.int64))
+    weights = _weights(min(words.numel(), WORDS_AT_A_TIME), words.device)
+    sums = [(part.long() * weights[: part.numel()]).sum() for part in words.split(WORDS_AT_A_TIME)]
+    return digest(torch.stack(sums).tolist())
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return well mixed integers of 64 bits: with regular ones, a block moved by a round number may not be seen."""
+    mixed = torch.arange(1, count + 1, device=device) * MULTIPLIERS[0]
+    mixed = (mixed ^ (mixed >> 31)) * MULTIPLIERS[1]
+    return mixed ^ (mixed >> 29)
 
 
 def values_digest(tensors: Sequence[object]) -> str:
@@ -79,13 +105,19 @@ def _unnumbered(arguments: Any) -> Any:
 
 def collectives_digest(local: fx.GraphModule) -> str:
     """Return a hash of a local graph's collectives, in order, without what differs from rank to rank."""
-    sequence = []
-    for node in local.graph.nodes:
+    return digest(
+        (str(node.target), _geometry(node))
+        for node in local.graph.nodes
         # a collective's last argument is its group
-        if getattr(node.target, "namespace", "") == "fxshard" and isinstance(node.args[-1], str):
-            geometry = [a for a in node.args[1:-1] if isinstance(a, (list, str, float))]
-            sequence.append((str(node.target), geometry))
-    return digest(sequence)
+        if getattr(node.target, "namespace", "") == "fxshard" and isinstance(node.args[-1], str)
+    )
+
+
+def _geometry(collective: fx.Node) -> list[object]:
+    """Return the arguments that are the same on every rank: not its place, nor how many positions it holds."""
+    assert isinstance(collective.target, torch._ops.OpOverload)
+    named = zip(collective.target._schema.arguments, collective.args[:-1], strict=False)
+    return [a for schema, a in named if isinstance(a, (list, str, float)) or schema.name in DIMENSIONS]
 
 
 def agree(mesh: DeviceMesh, description: dict[str, str], spent_s: float = 0.0) -> None:
@@ -103,26 +135,45 @@ def agree(mesh: DeviceMesh, description: dict[str, str], spent_s: float = 0.0) -
     _raise_on_difference(exchange(mesh, description, TIMEOUT_S + 2 * spent_s))
 
 
-def exchange(mesh: DeviceMesh, said: dict[str, str], timeout_s: float = TIMEOUT_S) -> list[dict[str, str]]:
+def exchange(
+    mesh: DeviceMesh, said: dict[str, str], timeout_s: float | None = None, absent: str = NOT_COMPILED
+) -> list[dict[str, str]]:
     """Return what each rank of ``mesh`` says, in the mesh's order.
+
+    The store keeps the last two things that a rank said: whoever says the next has read those before it.
 
     Args:
         mesh: The spatial mesh.
         said: What this rank says.
-        timeout_s: How long to wait for a rank, in seconds.
+        timeout_s: How long to wait for the ranks, in seconds; None is ``TIMEOUT_S``.
+        absent: What is said of a rank that does not come: what it did not do, with ``{}`` for the seconds.
 
     Raises:
         RankMismatchError: A rank did not come.
     """
-    prefix = _post(mesh, said)
-    store, answers = _get_default_store(), []
-    for other in range(len(_ranks(mesh))):
-        try:
-            store.wait([f"{prefix}/{other}"], timedelta(seconds=timeout_s))
-        except Exception as error:
-            raise RankMismatchError(_absent(other, timeout_s)) from error
-        answers.append(json.loads(store.get(f"{prefix}/{other}")))
+    ranks, prefix = _ranks(mesh), _post(mesh, said)
+    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+    store, keys = _get_default_store(), [f"{prefix}/{place}" for place in range(len(ranks))]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except Exception as error:
+        silent = [place for place, key in enumerate(keys) if not _is_there(key)]
+        who = "ranks" if len(silent) > 1 else "rank"
+        msg = f"{who} {', '.join(map(str, silent))} of the mesh {absent.format(f'{timeout_s:.0f}')}"
+        raise RankMismatchError(msg) from error
+    answers = [json.loads(answer) for answer in store.multi_get(keys)]
+    *read, _ = _posted[ranks]
+    for key in read:
+        store.delete_key(key)
+    del _posted[ranks][:-1]
     return answers
+
+
+def _is_there(key: str) -> bool:
+    try:
+        return bool(_get_default_store().check([key]))
+    except RuntimeError:  # the store went with the rank that holds it
+        return False
 
 
 def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
@@ -152,15 +203,9 @@ def _post(mesh: DeviceMesh | None, description: dict[str, str]) -> str:
     prefix = f"fxshard/{'-'.join(map(str, ranks))}/{_rounds.get(ranks, 0)}"
     me = ranks.index(dist.get_rank() if mesh is None else mesh.get_rank())
     _get_default_store().set(f"{prefix}/{me}", json.dumps(description))
+    _posted.setdefault(ranks, []).append(f"{prefix}/{me}")
     _rounds[ranks] = _rounds.get(ranks, 0) + 1
     return prefix
-
-
-def _absent(rank: int, timeout_s: float) -> str:
-    return (
-        f"rank {rank} of the mesh did not compile this graph within {timeout_s:.0f} s: it raised before, or it was "
-        "given another input shape, mode (train/eval) or model; every rank of a spatial mesh runs the same program"
-    )
 
 
 def check_failures(said: Sequence[dict[str, Any]]) -> None:

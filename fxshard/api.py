@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -15,10 +14,12 @@ from fxshard._torch import unsynchronised_batch_norms
 from fxshard.agreement import announce_failure
 from fxshard.backend import check_choices, split_dims_of
 from fxshard.backend import fxshard as backend
-from fxshard.dynamo import capturing, not_captured, traceable_call
+from fxshard.batch_norms import batch_norms
+from fxshard.dynamo import capturing, counted, not_captured
 from fxshard.errors import PlanError
 from fxshard.local_io import Entrance
 from fxshard.mesh import default_mesh
+from fxshard.transformed_module import make_transformed, refuse_tracing, twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,6 +49,9 @@ def transform(  # noqa: PLR0913  options, by keyword
     gradients, buffers and random draws.  It is a shallow copy: class, parameters, buffers, submodules and
     ``state_dict()`` keys are those of ``model``, which is not changed.
 
+    Copies by ``copy.deepcopy`` are transformed too, as ``torch.optim.swa_utils.AveragedModel`` makes them.  A
+    ``torch.compile`` of what is around the result ends its graph there; it cannot be pickled, exported or traced.
+
     Args:
         model: Any module that ``torch.compile(fullgraph=True)`` can capture.
         mesh: The ranks that share an image, 1-D to 3-D; None for all ranks of the default process group
@@ -61,6 +65,9 @@ def transform(  # noqa: PLR0913  options, by keyword
         inputs: "global": every rank passes the whole batch.  "local": the image-like tensors (floating, with the
             most dimensions) are this rank's part, cut along ``placements``, which are needed then; the gradient of a
             part is that part of the whole's gradient.  A ``DTensor`` on ``mesh`` is taken as what it is either way.
+            Parts may have other shapes on every call, so every call tells them to the other ranks through the process
+            group's store: 0.2 ms for two ranks, about 1 ms for eight, and processes (not GPUs) wait for the last one,
+            25 s at most.  A ``DTensor`` knows the whole's shape and avoids this.
         outputs: "global": whole tensors on every rank.  "local": outputs that the plan leaves split are ``DTensor``
             on ``mesh``; the others are whole.
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB, as in ``DistributedDataParallel``; 0 gives each
@@ -72,7 +79,7 @@ def transform(  # noqa: PLR0913  options, by keyword
 
     Raises:
         FxShardError: (when called) the model cannot be captured whole, the ranks disagree, or the request does
-            not fit the inputs.
+            not fit the inputs; (when the result is pickled, exported or traced) that would lose the ranks.
 
     Example:
         >>> net = transform(torch.nn.Conv2d(3, 8, 7, padding=3), inner_backend="eager")
@@ -89,34 +96,36 @@ def transform(  # noqa: PLR0913  options, by keyword
         "bucket_cap_mb": bucket_cap_mb,
         "reduce_dtype": reduce_dtype,
     }
-    net = object.__new__(type(model))  # not copy.copy: parametrized modules refuse it
-    net.__dict__.update(model.__dict__)
-    net.__dict__["_compiled_call_impl"] = _compiled_call(net, options)
+    net = twin(model)
+    make_transformed(net, functools.partial(_runner, options))
     return net
 
 
-def _compiled_call(net: torch.nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+def _runner(options: dict[str, Any], net: torch.nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what takes a call of ``net`` that Dynamo can trace, and returns it captured and run over the ranks."""
     entrance = _entrance(options)
     options = {name: value for name, value in options.items() if name != "inputs"}
-    captured = threading.Event()
-
-    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        captured.set()
-        return backend(gm, example_inputs, options=options)
-
-    compiled = torch.compile(traceable_call(net), backend=compile_graph, fullgraph=True, dynamic=False)
     announce = functools.partial(announce_failure, options["mesh"])
 
-    @functools.wraps(net.forward)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        norms = _one_device_batch_norms(net, options["mesh"])
-        with capturing(net, announce), norms, entrance.open(args, kwargs) as (given, named):
-            outputs = compiled(*given, **named)
-        if not captured.is_set() and _is_new(outputs, (args, kwargs)) and entrance.mesh().size() > 1:
-            raise not_captured(net)
-        return outputs
+    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return counted(backend(gm, example_inputs, options=options))
 
-    return call
+    def runner(traceable: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = torch.compile(traceable, backend=compile_graph, fullgraph=True, dynamic=False)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            refuse_tracing(net)
+            mesh = entrance.mesh()  # first: the start of the default group clears what Dynamo knows of torch
+            norms = _one_device_batch_norms(net, options["mesh"])
+            with capturing(net, announce) as call, norms, entrance.open(args, kwargs) as (given, named):
+                outputs = compiled(*given, **named)
+            if not call.graphs and _is_new(outputs, (args, kwargs)) and mesh.size() > 1:
+                raise not_captured(net)
+            return outputs
+
+        return run
+
+    return runner
 
 
 def _is_new(outputs: Any, inputs: Any) -> bool:
@@ -148,14 +157,15 @@ def _one_device_batch_norms(net: torch.nn.Module, mesh: DeviceMesh | None) -> Ab
     Raises:
         PlanError: One shares its statistics with ranks that are not in the mesh.
     """
-    norms = [(name, m) for name, m in net.named_modules() if isinstance(m, torch.nn.SyncBatchNorm)]
+    norms = [norm for norm in batch_norms(net) if isinstance(norm, torch.nn.SyncBatchNorm)]
     if not norms or not dist.is_initialized():
         return nullcontext()
     ranks = range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist()
-    for name, norm in norms:
+    for norm in norms:
         group = dist.get_process_group_ranks(norm.process_group or dist.group.WORLD)
         outside = sorted(set(group) - set(ranks)) if norm.training else []
         if outside:
+            name = next(name for name, module in net.named_modules() if module is norm)
             msg = (
                 f"{name or type(norm).__name__} shares batch statistics with ranks {outside}, which are not in the "
                 f"mesh of ranks {sorted(ranks)}; use BatchNorm, or a process_group of the mesh's ranks"

@@ -17,11 +17,12 @@ from torch.distributed.tensor import Replicate as DTensorReplicate
 from torch.distributed.tensor import Shard as DTensorShard
 
 from fxshard import agreement
-from fxshard._torch import FakeTensorMode, detect_fake_mode, lookup_backend
+from fxshard._torch import FakeTensorMode, dead_draws_kept, detect_fake_mode, lookup_backend
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
 from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
 from fxshard.mesh import default_mesh, summing_groups
+from fxshard.ops.memory import memory_order
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.config import Config
 from fxshard.passes.lower import lower
@@ -83,8 +84,9 @@ def _compile(
     check_choices(options)
     mesh = options.get("mesh")
     mesh = default_mesh() if mesh is None else mesh
-    if mesh.size() == 1 and options.get("rng") != "counter":  # counted draws are the same for any number of ranks
-        return lookup_backend(options.get("inner_backend", "inductor"))(gm, list(example_inputs))
+    if mesh.size() == 1 and not _needs_passes(gm, example_inputs, mesh, options):
+        with dead_draws_kept():
+            return lookup_backend(options.get("inner_backend", "inductor"))(gm, list(example_inputs))
     started = time.monotonic()
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -109,6 +111,23 @@ def _compile(
     compiled = lower(executable(local, config=config, groups=groups), examples, config=config)
     run = with_local_io(compiled, list(parts), mesh, local.meta[OUTPUTS])
     return _watched(run, graph, local, config) if on_first_call else run
+
+
+def _needs_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: DeviceMesh, options: dict[str, Any]) -> bool:
+    """Return whether one rank alone has to run what others would, for its draws to be those of eager mode.
+
+    Inductor sorts operators, and draws dropout in the order in which it lets a result lie in memory.
+    """
+    if options.get("rng") == "counter":  # the same for any number of ranks
+        return True
+    config = make_config(mesh, options)
+    if config.inner_backend != "inductor":
+        return False
+    try:
+        return has_random(planned(gm, example_inputs, config=config))
+    except FxShardError as error:
+        log.warning("whether its draws are those of eager mode is not known of a model that one rank runs: %s", error)
+        return False
 
 
 def _watched(
@@ -220,11 +239,24 @@ def _description(
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
         "captured graph": agreement.graph_digest(graph),
         "parameter and buffer values": agreement.values_digest(state) if compared else "compared before",
+        "memory formats": agreement.digest(_memory_orders(captured, example_inputs, config)),
         "input values": agreement.values_digest(given) if compared else "not compared again",
         "sequence of collectives": agreement.collectives_digest(local),
         "generator state": _generator_digest(graph),
         "torch": torch.__version__,
     }
+
+
+def _memory_orders(captured: Captured, example_inputs: Sequence[Any], config: Config) -> list[tuple[int, ...]]:
+    """Return the memory order of whatever is trained, in which gradients travel, and of buffers."""
+    parts = {number for number, _ in config.parts}
+    return [
+        memory_order(value)
+        for number, value in enumerate(example_inputs)
+        if isinstance(value, torch.Tensor)
+        and number not in parts
+        and (captured.is_state[number] or captured.requires_grad[number])
+    ]
 
 
 def _generator_digest(graph: fx.GraphModule) -> str:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from fxshard.api import transform
+from fxshard.ops.memory import same_strides
 from fxshard.trace import Case, Step, Trace, build_model, run_steps
 from fxshard.workers import mesh
 
@@ -276,7 +277,7 @@ def _compare_values(findings: _Findings, kind: Kind, where: str, values: tuple[A
     if a.shape != b.shape or (findings.dtypes and a.dtype != b.dtype):
         findings.add_mismatch(where, f"{_describe(b)} in place of {_describe(a)}")
         return
-    if not _same_strides(a, b):
+    if not same_strides(a, b):
         findings.strides.append(Mismatch(where, f"strides {b.stride()} in place of {a.stride()}"))
     if a.is_floating_point() or a.is_complex():
         vanishes = _size(a) <= _vanishing_limit(b.dtype) * largest
@@ -319,11 +320,6 @@ def _size(tensor: Tensor) -> float:
 
 def _widen(tensor: Tensor) -> Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-
-
-def _same_strides(a: Tensor, b: Tensor) -> bool:
-    # a dimension of size 1 has no stride to speak of
-    return all(size <= 1 or s == t for size, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
 
 
 def _describe(value: Any) -> str:

@@ -16,7 +16,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from fxshard.layout import Layout, Partial, Placement, Replicate, Shard, Window
+from fxshard.ops.memory import inverse, is_dense, memory_order, same_strides
+from fxshard.values import tensor_value
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -83,6 +87,25 @@ def _shard(emitter: Emitter, x: Node, axis: int, have: Placement, want: Shard, *
     elif not isinstance(have, Shard) or have.dim != want.dim or not have.outer == want.outer == 1:
         x, have = emitter.slice(_replicate(emitter, x, axis, have), axis, want.owned), want.owned
     return emitter.fetch(x, axis, have, want.held or owned_window(want))
+
+
+def laid_out_as(emitter: Emitter, x: Node, like: torch.Tensor) -> Node:
+    """Emit a whole value with the memory order that it has on one device, for operators that may read it.
+
+    Args:
+        emitter: Where to.
+        x: The local node that holds the whole value.
+        like: The value on one device, fake.  One with gaps, such as a slice of another, is no order to restore.
+
+    Returns:
+        A local node with the strides of ``like``; ``x`` itself where it has them, or where there is nothing to restore.
+    """
+    if same_strides(tensor_value(x), like) or not is_dense(like):
+        return x
+    aten, order = torch.ops.aten, memory_order(like)
+    ordered = emitter.call(aten.permute.default, x, list(order))
+    copied = emitter.call(aten.clone.default, ordered, memory_format=torch.contiguous_format)
+    return emitter.call(aten.permute.default, copied, list(inverse(order)))
 
 
 def owned_window(shard: Shard) -> Window:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,6 +27,7 @@ from fxshard.backend import check_choices, split_dims_of
 from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
+from fxshard.memory import Memory, predict_memory
 from fxshard.passes.config import Config
 from fxshard.passes.pipeline import localized, planned
 from fxshard.plan_files import WRITERS
@@ -49,14 +50,21 @@ class Plan:
         report: Each node's layout, reason and traffic.
         planned: The global graph.
         local: The graph of the rank.
+        config: What was asked for.
     """
 
     report: PlanReport
     planned: fx.GraphModule
     local: fx.GraphModule
+    config: Config
 
     def __str__(self) -> str:
         return self.summary()
+
+    @cached_property
+    def memory(self) -> Memory:
+        """What the rank keeps in a training step, and the peak; for a large model it takes some seconds."""
+        return predict_memory(self.planned, self.local, self.config)
 
     @property
     def code(self) -> str:
@@ -80,7 +88,10 @@ class Plan:
     def _gathers(self) -> list[str]:
         if not self.report.reasons:
             return ["nothing is gathered for want of a rule"]
-        return ["gathered", *(f"  {count:>4} x {reason}" for reason, count in self.report.reasons.items())]
+        return [
+            "gathered, or not split",
+            *(f"  {count:>4} x {reason}" for reason, count in self.report.reasons.items()),
+        ]
 
     def stages(self) -> dict[str, tuple[NodeReport, ...]]:
         """Return the nodes by module path, cut to the depth at which a summary fits a page."""
@@ -159,7 +170,7 @@ class Plan:
         return path
 
 
-def plan(
+def plan(  # noqa: PLR0913  options, by keyword
     model: torch.nn.Module,
     inputs: torch.Tensor | Sequence[Any],
     *,
@@ -168,6 +179,7 @@ def plan(
     placements: Sequence[Placement] | None = None,
     training: bool = True,
     rng: str = "match",
+    inner_backend: str = "inductor",
 ) -> Plan:
     """Return the plan of ``model`` on a mesh that need not exist.
 
@@ -179,6 +191,7 @@ def plan(
         placements: As for :func:`fxshard.transform`.
         training: Whether gradients are taken; what a batch norm or a dropout does is the model's own mode.
         rng: As for :func:`fxshard.transform`.
+        inner_backend: As for :func:`fxshard.transform`; it decides what is kept for the backward.
 
     Returns:
         The plan as a rank in the middle of the mesh sees it, who has neighbours on both sides.
@@ -188,18 +201,18 @@ def plan(
 
     Example:
         >>> found = plan(torch.nn.Conv2d(3, 8, 7, padding=3), torch.empty(1, 3, 16, 64), world_size=2)
-        >>> found.report.total.of("gradient").messages
-        2
+        >>> found.report.total.of("gradient")
+        Traffic(messages=1, bytes=4736)
     """
     shape = _mesh_shape(world_size, mesh_shape)
     check_choices({"rng": rng})
     dims = None if placements is None else split_dims_of(placements, len(shape))
     rank = Rank(tuple(n // 2 for n in shape), tuple(f"axis{a}" for a in range(len(shape))))
-    config = Config(mesh_shape=shape, dims=dims, rank=rank, rng=rng)
+    config = Config(mesh_shape=shape, dims=dims, rank=rank, rng=rng, inner_backend=inner_backend)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     with torch.set_grad_enabled(training):
         graph, local = _graphs(model, given, config)
-    return Plan(describe(graph, local, config), graph, local)
+    return Plan(describe(graph, local, config), graph, local, config)
 
 
 def _mesh_shape(world_size: int | None, mesh_shape: Sequence[int] | None) -> tuple[int, ...]:
@@ -298,5 +311,5 @@ def _explained(node: NodeReport) -> list[str]:
     for way, part in (("forward", node.sent.forward), ("backward", node.sent.backward)):
         lines += [f"    {way} {kind}: {t.messages} messages, {t.bytes:,} bytes" for kind, t in part.items()]
     if node.reason:
-        lines.append(f"    gathered: {node.reason}")
+        lines.append(f"    {'not split' if node.op == 'placeholder' else 'gathered'}: {node.reason}")
     return lines

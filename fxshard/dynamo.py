@@ -1,14 +1,32 @@
-"""A module as Dynamo is given it, and what Dynamo and its backends raise as fxshard's own errors."""
+"""A module as Dynamo is given it, and what Dynamo and its backends raise as fxshard's own errors.
+
+A transformed module that is met while a module is captured is one more part of that: its forward is the model's.
+Whether that is so, Dynamo, which sees no context variables, reads from :data:`_CAPTURE`; code that runs reads it from
+the call that is running::
+
+                          captured by fxshard           captured by others        run
+    is_capturing()        True                          False                     False; True where Dynamo is off and
+                                                                                  the module to capture runs instead
+"""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard._torch import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError, whole_graphs
+from fxshard._torch import (
+    BackendCompilerFailed,
+    InternalTorchDynamoError,
+    Unsupported,
+    UserError,
+    get_torch_obj_rule_map,
+    whole_graphs,
+)
 from fxshard.batch_norms import cumulative_averages
 from fxshard.errors import CaptureError, FxShardError
 
@@ -16,21 +34,77 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+@dataclass
+class _Capture:
+    """Whether it is fxshard that captures."""
+
+    active: bool = False
+
+
+@dataclass
+class Call:
+    """A call of a compiled module.
+
+    Args:
+        graphs: How many compiled graphs have run.
+    """
+
+    graphs: int = 0
+
+
+_CAPTURE = _Capture()
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
+
+
 @contextmanager
-def capturing(net: torch.nn.Module, announce: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+def capturing(net: torch.nn.Module, announce: Callable[[str], None] = lambda _: None) -> Iterator[Call]:
     """Give a context in which a compiled module is captured whole, and its errors are fxshard's.
 
     Args:
         net: Whose forward is called.
         announce: As for :func:`own_errors`.
     """
-    with own_errors(net, announce), whole_graphs(), cumulative_averages(net), _plain_isinstance():
-        yield
+    with own_errors(net, announce), whole_graphs(), cumulative_averages(net), _plain_isinstance(), _calling() as call:
+        yield call
+
+
+@contextmanager
+def _calling() -> Iterator[Call]:
+    before, _CAPTURE.active = _CAPTURE.active, True
+    call = Call()
+    token = _call.set(call)
+    try:
+        yield call
+    finally:
+        _call.reset(token)
+        _CAPTURE.active = before
+
+
+def is_capturing() -> bool:
+    """Return whether a module is being captured by fxshard, or runs because Dynamo is off; Dynamo traces this."""
+    return _CAPTURE.active if torch.compiler.is_dynamo_compiling() else _call.get() is not None
+
+
+def counted(graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a compiled graph that counts in the call that runs it."""
+
+    def run(*inputs: Any) -> Any:
+        call = _call.get()
+        if call is not None:
+            call.graphs += 1
+        token = _call.set(None)  # nothing is captured in here
+        try:
+            return graph(*inputs)
+        finally:
+            _call.reset(token)
+
+    return run
 
 
 @contextmanager
 def _plain_isinstance() -> Iterator[None]:
     """Let ``torch.jit.isinstance``, which ends a graph, be ``isinstance``: the same for classes (MONAI's U-Nets)."""
+    get_torch_obj_rule_map()  # else built in here, and the rule that ends the graph is ours
     scripted = torch.jit.isinstance
     torch.jit.isinstance = _isinstance
     try:
@@ -51,8 +125,17 @@ def traceable_call(net: torch.nn.Module) -> Callable[..., Any]:
     return MethodType(_call_impl, net)
 
 
+def traceable_forward(net: torch.nn.Module) -> Callable[..., Any]:
+    """Return what calls the forward of ``net`` without its hooks, in a form that Dynamo traces."""
+    return MethodType(_forward, net)
+
+
 def _call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return self._call_impl(*args, **kwargs)
+
+
+def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return self.forward(*args, **kwargs)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Shard:
         held: What each rank holds, when that is not what it owns.
 
     Raises:
-        ValueError: The bounds decrease or do not begin at 0.
+        ValueError: The dimension is negative, or the bounds decrease or do not begin at 0.
     """
 
     dim: int
@@ -106,6 +106,9 @@ class Shard:
     held: Window | None = None
 
     def __post_init__(self) -> None:
+        if self.dim < 0:
+            msg = f"dim must not be negative, got {self.dim}"
+            raise ValueError(msg)
         if self.bounds[0] != 0 or any(a > b for a, b in zip(self.bounds, self.bounds[1:], strict=False)):
             msg = f"bounds must begin at 0 and not decrease, got {self.bounds}"
             raise ValueError(msg)

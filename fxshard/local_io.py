@@ -7,17 +7,19 @@ its place is a *stand-in*, one element expanded to the global shape; the compile
     Dynamo      guards and captures the global shape
     run         the stand-in is found in the table of this call, and the part goes into the local graph
 
-Parts come as ``DTensor``, which says the global shape itself, or, with ``inputs="local"``, as plain tensors, whose
-sizes the ranks tell one another once for each shape.  An output that is split leaves as ``DTensor``; those divide a
-dimension as ``torch.chunk`` does, so other bounds are moved to it.
+Parts come as ``DTensor``, which says the global shape itself, or, with ``inputs="local"``, as plain tensors.  Of those
+the ranks tell one another the sizes on every call, for a part does not say what the others are: after wholes of
+8 + 8 and 12 + 12 columns one of 8 + 12 is new to neither rank alone.  An output that is split leaves as ``DTensor``;
+those divide a dimension as ``torch.chunk`` does, so other bounds are moved to it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,7 @@ from fxshard._torch import FakeTensor
 from fxshard.errors import PlanError
 from fxshard.layout import Layout, Placement, Replicate, Shard, chunk_bounds
 from fxshard.ops.memory import empty_like_order, memory_order
+from fxshard.values import image_positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -169,15 +172,15 @@ class Entrance:
     mesh: Callable[[], DeviceMesh]
     dims: tuple[int, ...] | None
     local: bool
-    _shapes: dict[tuple[Shape, ...], list[tuple[Shape, Layout]]] = field(default_factory=dict)
 
     @contextmanager
     def open(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         """Give the arguments with stand-ins for parts, for the time of one call.
 
         Raises:
-            PlanError: A DTensor is on another mesh or is a sum's term, or parts do not fit together.
-            RankMismatchError: The ranks pass parts that are not of one whole.
+            PlanError: A DTensor is on another mesh, is a sum's term or is cut elsewhere, or the ranks' parts are not
+                of one whole.
+            RankMismatchError: A rank did not come.
         """
         leaves, tree = tree_flatten((args, kwargs))
         parts = self._parts(leaves)
@@ -195,10 +198,10 @@ class Entrance:
 
     def _parts(self, leaves: Sequence[object]) -> dict[int, Part]:
         """Return the parts among the arguments, by ``id``: the same tensor twice is one."""
-        found = {id(x): self._from_dtensor(x) for x in leaves if isinstance(x, DTensor)}
-        if self.local:
-            plain = {id(x): x for x in leaves if isinstance(x, torch.Tensor) and not isinstance(x, DTensor)}
-            images = _images(list(plain.values()))
+        tensors = list({id(x): x for x in leaves if isinstance(x, torch.Tensor)}.values())
+        found = {id(x): self._from_dtensor(x) for x in tensors if isinstance(x, DTensor)}
+        images = [tensors[i] for i in image_positions(tensors) if not isinstance(tensors[i], DTensor)]
+        if self.local and (images or not found):  # without any, another rank may still pass some
             for image, (shape, layout) in zip(images, self._wholes([tuple(i.shape) for i in images]), strict=True):
                 found[id(image)] = Part(image, shape, layout)
         return found
@@ -218,31 +221,54 @@ class Entrance:
             else:
                 msg = f"an input of shape {tuple(x.shape)} is a DTensor with {placement}; pass Shard or Replicate"
                 raise PlanError(msg)
-        return Part(x.to_local(), tuple(x.shape), Layout(tuple(axes)))
+        part = Part(x.to_local(), tuple(x.shape), Layout(tuple(axes)))
+        _check_cut(part, mesh.get_coordinate())
+        return part
 
-    def _wholes(self, shapes: list[Shape]) -> list[tuple[Shape, Layout]]:
-        """Return the global shape and the layout of each part, asking the other ranks about new shapes."""
-        key = tuple(shapes)
-        if key not in self._shapes:
-            mesh = self.mesh()
-            said = agreement.exchange(mesh, {PARTS: json.dumps(shapes)})
+    def _wholes(self, shapes: list[Shape]) -> Sequence[tuple[Shape, Layout]]:
+        """Return the global shape and the layout of each part, from what all ranks pass."""
+        mesh = self.mesh()
+        assert self.dims is not None
+        everyone: list[Sequence[Shape] | None] = [shapes]
+        if mesh.size() > 1:
+            said = agreement.exchange(mesh, {PARTS: json.dumps(shapes)}, absent=NOT_CALLED)
             agreement.check_failures(said)
             everyone = [json.loads(d[PARTS]) if PARTS in d else None for d in said]
-            assert self.dims is not None
-            self._shapes[key] = [
-                whole([s and s[i] for s in everyone], tuple(mesh.mesh.shape), self.dims) for i in range(len(shapes))
-            ]
-        return self._shapes[key]
+        return _wholes(tuple(s and tuple(map(tuple, s)) for s in everyone), tuple(mesh.mesh.shape), self.dims)
 
 
 PARTS = "shapes of local inputs"
+NOT_CALLED = (
+    "did not call the model within {} s: with inputs='local' the ranks tell one another the shapes of their parts on "
+    "every call; it raised before, ran out of batches, or does work of its own between two steps: end such work with "
+    "torch.distributed.barrier(), or pass DTensors, of which nothing has to be told"
+)
 
 
-def _images(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the image-like ones: floating, with the most dimensions, more than two."""
-    floating = [t for t in tensors if t.is_floating_point() and t.ndim > 2]
-    most = max((t.ndim for t in floating), default=0)
-    return [t for t in floating if t.ndim == most]
+@functools.lru_cache(maxsize=256)
+def _wholes(
+    everyone: tuple[tuple[Shape, ...] | None, ...], mesh_shape: Shape, dims: Shape
+) -> tuple[tuple[Shape, Layout], ...]:
+    """Return the shape and the layout of what is made of the ranks' parts, for each of their inputs."""
+    count = max(len(s or ()) for s in everyone)
+    given = [(*(s or ()), *[None] * count)[:count] for s in everyone]
+    return tuple(whole(parts, mesh_shape, dims) for parts in zip(*given, strict=True))
+
+
+def _check_cut(part: Part, coords: Sequence[int] | None) -> None:
+    """Check that a DTensor's part is what its placements say.
+
+    Raises:
+        PlanError: It is not.
+    """
+    held = tuple(part.value.shape)
+    due = held if coords is None else part.layout.local_shape(part.shape, coords)
+    if held != due:
+        msg = (
+            f"an input of shape {part.shape} is a DTensor whose part on this rank has shape {held}, not {due}: "
+            "DTensors are cut as torch.chunk cuts; pass another part as a plain tensor, with inputs='local'"
+        )
+        raise PlanError(msg)
 
 
 def whole(parts: Sequence[Sequence[int] | None], mesh_shape: Shape, dims: Shape) -> tuple[Shape, Layout]:

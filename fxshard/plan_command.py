@@ -1,6 +1,6 @@
 """``fxshard plan``: what a model would hold and send on so many ranks, without any of them.
 
-    fxshard plan timm:convnext_xlarge --input 7x3x512x8192 --world-size 8
+    fxshard plan timm:convnext_xlarge --input 7x3x512x8192 --world-size 8 --memory
     fxshard plan torchvision:resnet50 --input 2x3x1080x1920 --mesh 2x4 --split HW --save plan.dot plan.json
 
 The model is built on the ``meta`` device where it can be, so its size does not matter.
@@ -54,6 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_what_is_split(parser)
     parser.add_argument("--eval", action="store_true", help="inference: evaluation mode, no gradients")
+    parser.add_argument("--memory", action="store_true", help="predict what the rank keeps, and the peak")
+    parser.add_argument("--inner-backend", default="inductor", help="the backend whose memory it is")
     parser.add_argument("--explain", metavar="NAME", nargs="+", default=[], help="nodes or modules to say more about")
     parser.add_argument("--save", metavar="FILE", nargs="+", type=Path, default=[], help=".txt .json .py .dot .graphml")
 
@@ -70,8 +72,12 @@ def run(args: argparse.Namespace) -> int:
     model = _build(args.model).train(not args.eval)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     image = torch.empty(shape, device=device)
-    found = plan(model, image, mesh_shape=mesh, placements=placements, training=not args.eval)
+    found = plan(
+        model, image, mesh_shape=mesh, placements=placements, training=not args.eval, inner_backend=args.inner_backend
+    )
     print(found)
+    if args.memory:
+        print(f"\nmemory\n{found.memory}")
     for name in args.explain:
         print(f"\n{found.explain(name)}")
     for path in args.save:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fxshard.ops.lowering import LOWERINGS
@@ -26,13 +27,17 @@ _ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n *(?P<code>.+)', re.MULTILINE)
 
 
+_PACKAGE = f"{Path(__file__).parent}/"
+"""Where the frames are that lie between Dynamo and the model."""
+
+
 def source_line(node: fx.Node) -> str:
     """Return the innermost user line of ``node``: ``file:line code``, or nothing where it is not known.
 
     Args:
         node: Of any graph; the file is relative to where Python found it.
     """
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    frames = [f for f in _FRAME.finditer(node.meta.get("stack_trace") or "") if not f["file"].startswith(_PACKAGE)]
     if node.op == "placeholder" or not frames:
         return ""
     frame = frames[-1]

@@ -33,7 +33,7 @@ from fxshard.ops.traffic import Traffic, node_traffic, traffic
 from fxshard.passes.bucket_gradients import bucket_bytes, gradient_buckets
 from fxshard.passes.capture import KEY, Captured
 from fxshard.provenance import is_communication, module_path, origins, source_line
-from fxshard.values import plan_of, tensor_value
+from fxshard.values import passes_gradient, plan_of, tensor_value
 
 if TYPE_CHECKING:
     from torch import fx
@@ -98,7 +98,7 @@ class NodeReport:
         dtype: Of that tensor, such as ``"float32"``; empty where there is none.
         layout: Where that tensor lives: one placement for each mesh axis.
         local_shape: What this rank holds of it.
-        reason: Why something is gathered here; empty where nothing is.
+        reason: Why something is gathered here, or an input not split; empty where it is as asked.
         module: The module that runs it, as ``named_modules`` names it.
         source: The user's line.
         sent: What this rank sends for it.
@@ -137,7 +137,7 @@ class PlanReport:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why something is gathered, and at how many nodes."""
+        """Why something is gathered or not split, and at how many nodes."""
         return dict(Counter(node.reason for node in self.nodes if node.reason))
 
     def to_json(self) -> str:
@@ -156,7 +156,7 @@ class PlanReport:
             lines += [
                 f"{name:<9}{k:<13}{part[k].messages:>5} messages {part[k].bytes:>13,} bytes" for k in KINDS if k in part
             ]
-        lines += [f"gathered at {count} nodes: {reason}" for reason, count in self.reasons.items()]
+        lines += [f"gathered or not split at {count} nodes: {reason}" for reason, count in self.reasons.items()]
         return "\n".join(lines)
 
 
@@ -272,14 +272,7 @@ def _with_gradient(planned: fx.GraphModule, local: fx.GraphModule) -> set[fx.Nod
         else:
             if node.target is set_grad_enabled:
                 enabled = bool(node.args[0])
-            passes = enabled and _is_differentiable(node) and any(n in found for n in node.all_input_nodes)
+            passes = enabled and passes_gradient(node) and any(n in found for n in node.all_input_nodes)
         if passes:
             found.add(node)
     return found
-
-
-def _is_differentiable(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    values = value if isinstance(value, (tuple, list)) else (value,)
-    floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
-    return floating and node.target is not torch.ops.aten.detach.default

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fxshard.layout import Replicate
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch.fx import Node
 
     from fxshard.layout import Layout
@@ -29,7 +32,7 @@ class NodePlan:
     Args:
         inputs: The layout that each tensor input is wanted in, in schema order.
         outputs: The layout of each output.
-        reason: Why something is gathered here; empty where nothing is.
+        reason: Why something is gathered here, or an input not split; empty where it is as asked.
     """
 
     inputs: tuple[Layout, ...]
@@ -69,3 +72,49 @@ def tensor_value(node: Node) -> torch.Tensor:
 def is_tensor(node: Node) -> bool:
     """Return whether ``node`` stands for one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def passes_gradient(node: Node) -> bool:
+    """Return whether a gradient comes through ``node``, given that one of its inputs needs one.
+
+    Args:
+        node: Of any graph.  One whose value is not known counts: a gradient must not be lost.
+
+    Example:
+        >>> graph = torch.fx.Graph()
+        >>> node = graph.call_function(torch.argmax, (graph.placeholder("x"),))
+        >>> passes_gradient(node)
+        True
+        >>> node.meta["val"] = torch.tensor(3)
+        >>> passes_gradient(node)
+        False
+    """
+    if node.target is torch.ops.aten.detach.default:
+        return False
+    value = node.meta.get("val")
+    return value is None or any(_may_need_gradient(leaf) for leaf in tree_leaves(value))
+
+
+def _may_need_gradient(leaf: object) -> bool:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.is_floating_point() or leaf.is_complex()
+    return not isinstance(leaf, (int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None)))
+
+
+LEAST_DIMENSIONS = 3
+"""Of an image: batch or channels, and what may be split."""
+
+
+def image_positions(values: Sequence[object]) -> list[int]:
+    """Return which of a model's inputs are image-like: floating, with the most dimensions, three or more.
+
+    Args:
+        values: The inputs, tensors among them.
+
+    Example:
+        >>> image_positions([torch.ones(2, 3, 8, 8), torch.ones(2, 3, 8, 8).long(), torch.ones(2, 5), "bilinear"])
+        [0]
+    """
+    dims = [v.ndim if isinstance(v, torch.Tensor) and v.is_floating_point() else 0 for v in values]
+    most = max((LEAST_DIMENSIONS, *dims))
+    return [i for i, count in enumerate(dims) if count == most]

@@ -37,6 +37,7 @@ from fxshard._torch import (
 )
 from fxshard.errors import CaptureError
 from fxshard.passes.custom_functions import refuse_draws, run_custom_function
+from fxshard.passes.hidden_writes import HiddenWrites, remove_copies
 from fxshard.passes.spelled_out import SPELLED_OUT
 
 if TYPE_CHECKING:
@@ -57,16 +58,32 @@ class Captured:
         requires_grad: For each input, whether it needs a gradient.
         is_state: For each input, whether it is a parameter or buffer of the model.
         grad_enabled: Whether gradients are recorded where the graph begins.
+        recorded: The inputs whose new value autograd knows how it was made: their history changes with it.
     """
 
     updates: tuple[int, ...]
     requires_grad: tuple[bool, ...]
     is_state: tuple[bool, ...]
     grad_enabled: bool
+    recorded: frozenset[int] = frozenset()
 
 
 class _Runner(fx.Interpreter):
-    """Runs a Dynamo graph node by node; a failure names the user's line."""
+    """Runs a Dynamo graph node by node; a failure names the user's line.
+
+    Args:
+        graph_module: The graph.
+        writes: Is told of every call.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, writes: HiddenWrites) -> None:
+        super().__init__(graph_module)
+        self.writes = writes
+
+    def run(self, *inputs: Any) -> Any:  # type: ignore[override]  # of the options that fx gives it none is used
+        """Run the graph."""
+        with self.writes.inside(self):
+            return super().run(*inputs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node, the region of an activation checkpoint inline with its nodes marked for recomputation."""
@@ -82,24 +99,38 @@ class _Runner(fx.Interpreter):
         """Run the target, spelled out; of a checkpoint, its region; of a custom function, its bodies."""
         if target is autograd_function_apply:
             forward, backward, *inputs = args
-            return run_custom_function(_Runner(forward).run, _Runner(backward).run, tuple(inputs), kwargs)
+            run, run_backward = (_Runner(body, self.writes).run for body in (forward, backward))
+            return run_custom_function(run, run_backward, tuple(inputs), kwargs)
         if target is not tag_activation_checkpoint:
-            return super().call_function(SPELLED_OUT.get(target, target), args, kwargs)
+            with self.writes.around((args, kwargs)):
+                return super().call_function(SPELLED_OUT.get(target, target), args, kwargs)
         region, *inputs = args
         number = next(_region_numbers)
         for node in region.graph.nodes:
             node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": number}
-        return _Runner(region).run(*inputs)
+        return _Runner(region, self.writes).run(*inputs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a tensor's method."""
+        with self.writes.around((args, kwargs)):
+            return super().call_method(target, args, kwargs)
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module."""
+        with self.writes.around((args, kwargs)):
+            return super().call_module(target, args, kwargs)
 
 
 class _Inlined(torch.nn.Module):
     """Runs the Dynamo graph, so that capture sees its operators."""
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
+    def __init__(self, graph_module: fx.GraphModule, writes: HiddenWrites) -> None:
         super().__init__()
-        self.runner = [_Runner(graph_module)]  # in a list: its parameters are not this module's
+        self.writes = writes
+        self.runner = [_Runner(graph_module, writes)]  # in a list: its parameters are not this module's
 
     def forward(self, *inputs: Any) -> Any:
+        self.writes.begin(inputs)
         return self.runner[0].run(*inputs)
 
 
@@ -153,9 +184,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     _specialize(gm)
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     fakes = [_fake(value, mode) for value in example_inputs]
+    writes = HiddenWrites(gm)
     try:
         with preserve_node_meta(), mode, dead_draws_kept():
-            captured, signature = aot_export_module(_Inlined(gm), fakes, trace_joint=False, pre_dispatch=True)
+            captured, signature = aot_export_module(_Inlined(gm, writes), fakes, trace_joint=False, pre_dispatch=True)
     except CaptureError:
         raise
     except Exception as error:
@@ -163,6 +195,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         raise CaptureError(msg) from error
     assert isinstance(captured, fx.GraphModule)
     refuse_draws(captured)
+    remove_copies(captured)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     for ours, theirs in zip((n for n in captured.graph.nodes if n.op == "placeholder"), placeholders, strict=True):
         if hasattr(theirs, SOURCE):  # inner backends read from it which inputs are the model's own
@@ -174,5 +207,6 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         requires_grad=tuple(isinstance(v, torch.Tensor) and v.requires_grad for v in example_inputs),
         is_state=tuple(is_module_state(p, v) for p, v in zip(placeholders, example_inputs, strict=True)),
         grad_enabled=torch.is_grad_enabled(),
+        recorded=frozenset(writes.recorded),
     )
     return captured

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 
 @cache
-def _register_decompositions() -> None:
+def register_decompositions() -> None:
+    """Let Inductor see what the communication operators are made of."""
     for op, lowering in LOWERINGS.items():
         register_inductor_decomposition(op, lowering)
 
@@ -63,7 +64,7 @@ def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Confi
         )
         raise PlanError(msg) from error
     if config.inner_backend == "inductor":
-        _register_decompositions()
+        register_decompositions()
     ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
     with without_autocast(), cache_key_tagged(f"fxshard-{lowering_hash()}"), dead_draws_kept():
         compiled = backend(local, list(example_inputs))

@@ -54,6 +54,13 @@ def outline(
     return Outlined(fx.GraphModule(gm, graph), tuple(outside))
 
 
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a graph module with the same nodes and submodules, to be changed without changing ``gm``."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
+
+
 def add_module(gm: fx.GraphModule, prefix: str, module: fx.GraphModule | object) -> str:
     """Add a submodule under a free name that begins with ``prefix`` and return the name."""
     number = 0

@@ -9,6 +9,7 @@ from fxshard.passes.apply_autocast import apply_autocast
 from fxshard.passes.bucket_gradients import bucket_gradients
 from fxshard.passes.capture import capture
 from fxshard.passes.count_random import count_random
+from fxshard.passes.expand_random import expand_random
 from fxshard.passes.hoist_sums import hoist_sums
 from fxshard.passes.lower import without_autocast
 from fxshard.passes.plan import plan
@@ -50,6 +51,7 @@ def planned(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config
     explicit = run_pass(apply_autocast, gm, example_inputs=example_inputs)
     with without_autocast():
         captured = capture(explicit, example_inputs)
+    captured = run_pass(expand_random, captured)
     if config.rng == "counter":
         captured = run_pass(count_random, captured)
     captured = run_pass(replace_random, captured)

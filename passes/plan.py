@@ -24,7 +24,16 @@ from fxshard.layout import Layout, Partial, Placement, Replicate, Shard, even_bo
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.splice import splice
 from fxshard.rules import Expand, Gather, OpCall, Row, find_rule
-from fxshard.values import NodePlan, is_tensor, plan_of, set_plan, tensor_value
+from fxshard.rules.strided import refuse_nested_readers
+from fxshard.values import (
+    LEAST_DIMENSIONS,
+    NodePlan,
+    image_positions,
+    is_tensor,
+    plan_of,
+    set_plan,
+    tensor_value,
+)
 
 if TYPE_CHECKING:
     from fxshard.passes.config import Config
@@ -75,42 +84,82 @@ def aligned_bounds(size: int, ranks: int) -> tuple[int, ...]:
     return even_bounds(size, ranks)
 
 
-def _image_inputs(gm: fx.GraphModule) -> list[fx.Node]:
-    """Return the floating inputs with the most dimensions that are not the model's state."""
+def _user_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the tensors among the inputs that are not the model's state."""
     captured: Captured = gm.meta[KEY]
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    found = [
-        n
-        for n, state in zip(placeholders, captured.is_state, strict=True)
-        if not state and is_tensor(n) and tensor_value(n).is_floating_point() and tensor_value(n).ndim > 2
-    ]
-    most = max((tensor_value(n).ndim for n in found), default=0)
-    return [n for n in found if tensor_value(n).ndim == most]
+    return [n for n, state in zip(placeholders, captured.is_state, strict=True) if not state and is_tensor(n)]
+
+
+def _image_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the image-like inputs that are not the model's state."""
+    inputs = _user_inputs(gm)
+    return [inputs[i] for i in image_positions([tensor_value(n) for n in inputs])]
 
 
 def split_dims(gm: fx.GraphModule, config: Config) -> tuple[int, ...]:
-    """Return the dimension that each mesh axis splits: as asked, or the largest spatial ones.
+    """Return the dimension that each mesh axis splits: as asked, or the largest spatial ones; -1 for none.
 
     Raises:
-        PlanError: No input has such a dimension.
+        PlanError: A dimension is asked for that no image-like input has.
     """
     images = _image_inputs(gm)
-    shapes = [tuple(tensor_value(n).shape) for n in images]
     if config.dims is not None:
-        for dim in config.dims:
-            if dim >= 0 and images and not any(dim < len(s) for s in shapes):
-                msg = f"placements split dim {dim} of inputs of shapes {shapes}; name a dim below {len(shapes[0])}"
-                raise PlanError(msg)
+        _check_dims(gm, config)
         return config.dims
-    if not images:
-        return (-1,) * len(config.mesh_shape)
-    shape = max(shapes)
+    shape = max((tuple(tensor_value(n).shape) for n in images), default=())
     order = sorted(range(2, len(shape)), key=lambda d: (-shape[d], -d))[: len(config.mesh_shape)]
-    return (
-        tuple(sorted(order))
-        if len(order) == len(config.mesh_shape)
-        else (*sorted(order), *(-1,) * (len(config.mesh_shape) - len(order)))
-    )
+    return (*sorted(order), *(-1,) * (len(config.mesh_shape) - len(order)))
+
+
+def _check_dims(gm: fx.GraphModule, config: Config) -> None:
+    """Check that the image-like inputs have the dimensions that are asked for.
+
+    Raises:
+        PlanError: They do not, or there is no such input.
+    """
+    images, most = _image_inputs(gm), max(config.dims or (), default=-1)
+    if most < 0 or config.parts:
+        return
+    if not images:
+        found = ", ".join(_described(tensor_value(n)) for n in _user_inputs(gm)) or "none"
+        msg = (
+            f"placements split dim {most}, but no input is an image (floating, {LEAST_DIMENSIONS} or more dimensions); "
+            f"inputs: {found}. Pass the image as such an input, or give placements=None to run without a split"
+        )
+        raise PlanError(msg)
+    ndim = tensor_value(images[0]).ndim
+    if most >= ndim:
+        shapes = [tuple(tensor_value(n).shape) for n in images]
+        msg = f"placements split dim {most} of inputs of shapes {shapes}; name a dim below {ndim}"
+        raise PlanError(msg)
+
+
+def why_not_split(gm: fx.GraphModule, config: Config) -> dict[fx.Node, str]:
+    """Return for each input that could be expected to be split, and is not, why: what nobody splits runs on every rank.
+
+    Args:
+        gm: A captured graph.
+        config: The mesh and what is asked.
+    """
+    images, axes = _image_inputs(gm), zip(split_dims(gm, config), config.mesh_shape, strict=True)
+    if config.parts:
+        return {}
+    if not images and config.dims is None:
+        reason = f"no input is floating with {LEAST_DIMENSIONS} or more dimensions, nothing is split"
+        return dict.fromkeys(_user_inputs(gm), reason)
+    reasons = []
+    for axis, (dim, ranks) in enumerate(axes):
+        columns = max((tensor_value(n).shape[dim] for n in images), default=0) if dim >= 0 else 0
+        if dim >= 0 and columns < ranks:
+            reasons.append(f"dim {dim} has {columns} columns for {ranks} ranks, it is not split")
+        elif dim < 0 and config.dims is None and ranks > 1:
+            reasons.append(f"mesh axis {axis} has no dimension left to split")
+    return dict.fromkeys(images, "; ".join(reasons))
+
+
+def _described(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 class _Planner:
@@ -120,6 +169,7 @@ class _Planner:
         self.gm = gm
         self.config = config
         self.dims = split_dims(gm, config)
+        self.not_split = why_not_split(gm, config)
         self.images = set(_image_inputs(gm))
         self.image_dims = max((tensor_value(n).ndim for n in self.images), default=0)
         self.bounds: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -132,7 +182,8 @@ class _Planner:
     def visit(self, node: fx.Node) -> fx.Node:
         """Plan ``node`` and return the next node to visit."""
         if node.op == "placeholder":
-            set_plan(node, NodePlan((), (self._input_layout(node),)))
+            layout = self._input_layout(node)
+            set_plan(node, NodePlan((), (layout,), self.not_split.get(node, "")))
         elif node.op == "output":
             set_plan(node, NodePlan((self.whole,) * len(node.all_input_nodes), ()))
         elif node.op == "call_function":
@@ -160,6 +211,7 @@ class _Planner:
             self.images |= {node} if parents[0] in self.images else set()
             set_plan(node, NodePlan((layout,), (layout,)))
         else:
+            refuse_nested_readers(node)
             gathered = any(not layout.is_replicated for p in parents for layout in _outputs(p))
             reason = f"no rule for {node.target}" if gathered else ""
             set_plan(node, NodePlan((self.whole,) * len(parents), (self.whole,) * _count(node), reason))

@@ -29,7 +29,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from fxshard._torch import detect_fake_mode
+from fxshard.errors import PlanError
 from fxshard.ops.random import ALIGNED_ELEMENTS, FUSED_DROPOUT_DEVICES
+from fxshard.provenance import source_line
 from fxshard.rules.call import OpCall
 from fxshard.values import is_tensor, tensor_value
 
@@ -96,8 +98,7 @@ DRAWS: dict[torch._ops.OpOverload, Draw] = {
 def replace_random(gm: GraphModule) -> GraphModule:
     """Replace the random operators of a captured graph by draws that match eager mode bit for bit.
 
-    Operators that are tagged random and not known stay; :func:`random_nodes_left` finds them.  A second run
-    changes nothing.
+    A second run changes nothing.
 
     Args:
         gm: A functional ATen graph with global shapes; every node has a fake ``meta["val"]``.
@@ -105,6 +106,10 @@ def replace_random(gm: GraphModule) -> GraphModule:
     Returns:
         The same graph module, its graph changed; the caller lints and recompiles.  New nodes have their own
         ``val`` and the source location of the node that they replace.
+
+    Raises:
+        PlanError: A node draws in a way that is not known, or from a generator of its own: a backend would draw it in
+            its own way and order, and ranks might draw different numbers.
     """
     for node in list(gm.graph.nodes):
         call = OpCall(node) if draws(node) else None
@@ -112,6 +117,9 @@ def replace_random(gm: GraphModule) -> GraphModule:
             results = _replacement(Site(call))
             if results is not None:
                 substitute(node, results)
+    left = next((node for node in _all_nodes(gm) if draws(node) and node.target is not RANDOM), None)
+    if left is not None:
+        raise PlanError(_refusal(left, nested=left.graph is not gm.graph))
     _chain_tokens(gm)
     _keep_last_draw(gm)
     return gm
@@ -126,15 +134,27 @@ def has_random(gm: GraphModule) -> bool:
     return any(draws(node) for node in _all_nodes(gm))
 
 
-def random_nodes_left(gm: GraphModule) -> list[Node]:
-    """Return the random nodes that :func:`replace_random` did not replace, nested graphs included.
+def is_known_draw(node: Node) -> bool:
+    """Return whether :func:`replace_random` has a replacement for the node's operator."""
+    return node.target is RANDOM or node.target in DRAWS or node.target in _SPECIAL
 
-    A backend may draw them in its own way; a caller that promises matching bits has to refuse them.
 
-    Args:
-        gm: A graph that the pass has seen.
-    """
-    return [node for node in _all_nodes(gm) if draws(node) and node.target is not RANDOM]
+def _refusal(node: Node, *, nested: bool) -> str:
+    op, where = str(node.target), source_line(node) or node.format_node()
+    stack = node.meta.get("stack_trace", "").rstrip()
+    if OpCall(node).arguments.get("generator") is not None:
+        return f"{op} draws from a generator of its own at {where}; draw without generator=\n{stack}"
+    if nested:
+        return f"{op} draws in a branch or a loop at {where}, which runs as it is; draw before it\n{stack}"
+    if "attention" in op:
+        remedy = (
+            "train with dropout_p=0, or use the attention that is made of operators, with "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the training loop"
+        )
+    else:
+        remedy = "make it of draws that are known, such as torch.rand, torch.randn and torch.bernoulli"
+    msg = f"{op} draws random numbers at {where} in a kernel of its own, of which ranks cannot have their parts"
+    return f"{msg}; {remedy}\n{stack}"
 
 
 def draws(node: Node) -> bool:
@@ -267,17 +287,19 @@ def _misalignment(x: torch.Tensor) -> int:
 
 
 def _rrelu(site: Site) -> Results:
+    """Return the output and the slopes, which are 1 where ``x`` is positive."""
     call = site.call
     x = call["self"]
     given = site.add(aten.detach.default, x)
     noise = site.draw("rrelu_noise", tensor_value(x), (call["lower"], call["upper"]), [given])
-    return (site.add(aten.mul.Tensor, x, noise),)
+    return site.add(aten.mul.Tensor, x, noise), noise
 
 
 _SPECIAL: dict[torch._ops.OpOverload, Callable[[Site], Results | None]] = {
     aten.dropout.default: _dropout,
     aten.native_dropout.default: _native_dropout,
-    aten.rrelu.default: _rrelu,
+    aten.rrelu.default: lambda site: _rrelu(site)[:1],
+    aten.rrelu_with_noise_functional.default: _rrelu,
 }
 
 

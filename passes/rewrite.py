@@ -20,15 +20,19 @@ import torch
 from torch import fx
 
 from fxshard._torch import set_grad_enabled
-from fxshard.conversion import convert
+from fxshard.conversion import convert, laid_out_as
 from fxshard.emitter import Emitter
+from fxshard.errors import CaptureError
 from fxshard.layout import Layout, in_chunks, replicated
 from fxshard.ops.memory import empty_like_order, memory_order
 from fxshard.passes.capture import KEY, SOURCE, Captured
+from fxshard.provenance import source_line
 from fxshard.rules import OpCall, emit_same, find_rule
-from fxshard.values import NodePlan, is_tensor, plan_of, tensor_value
+from fxshard.values import NodePlan, is_tensor, passes_gradient, plan_of, tensor_value
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fxshard.passes.config import Config
 
 OUTPUTS = "fxshard_outputs"
@@ -80,7 +84,8 @@ class _Rewriter:
             if node.op == "output":
                 self._output(node)
             else:
-                self.needs_grad[node] = self.grad_enabled and self._differentiable(node)
+                arrives = self.grad_enabled and any(self.needs_grad[n] for n in node.all_input_nodes)
+                self.needs_grad[node] = arrives and passes_gradient(node)
                 self.local[node] = self._get_attr(node) if node.op == "get_attr" else self._call(node)
         for name, constant in self.emitter.constants.items():
             self.gm.register_buffer(name, constant, persistent=False)
@@ -89,16 +94,6 @@ class _Rewriter:
         local.meta[VALUES] = {n.name: v.name for n, v in self.local.items() if isinstance(v, fx.Node) and is_tensor(n)}
         local.graph.lint()
         return local
-
-    def _differentiable(self, node: fx.Node) -> bool:
-        values = node.meta.get("val")
-        tensors = values if isinstance(values, (tuple, list)) else (values,)
-        floating = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in tensors)
-        return (
-            floating
-            and node.target is not torch.ops.aten.detach.default
-            and any(self.needs_grad[n] for n in node.all_input_nodes)
-        )
 
     def _placeholders(self) -> None:
         """Emit the inputs, whole as they are passed, then the slices of those that are planned split."""
@@ -142,7 +137,7 @@ class _Rewriter:
             return self._operator(node, found)
         if node.target is set_grad_enabled:
             self.grad_region, self.grad_enabled = self.grad_region + 1, bool(node.args[0])
-        replacements = {n: self._input(n, self.whole, frozenset()) for n in node.all_input_nodes}
+        replacements = {n: self._as_on_one_device(n, self.whole) for n in node.all_input_nodes}
         made = self.emitter.graph.node_copy(node, lambda n: replacements[n])
         self.emitter.adopt(made)
         return made
@@ -154,7 +149,10 @@ class _Rewriter:
         call, axes = OpCall(node), found.sharded_axes
         rule = find_rule(call.op)
         summed = frozenset[int]() if rule and rule.whole_gradients else axes
-        inputs = [self._input(n, want, summed) for n, want in zip(call.inputs, found.inputs, strict=True)]
+        if rule is None:
+            inputs = [self._as_on_one_device(n, want) for n, want in zip(call.inputs, found.inputs, strict=True)]
+        else:
+            inputs = [self._input(n, want, summed) for n, want in zip(call.inputs, found.inputs, strict=True)]
         emit = rule.emit if rule and (axes or rule.always) else emit_same
         made = emit(self.emitter, call, found, inputs)
         self._check(node, found, made)
@@ -184,6 +182,11 @@ class _Rewriter:
             self.converted[key] = convert(self.emitter, self.local[node], have, want, summed, needs_grad=needs_grad)
         return self.converted[key]
 
+    def _as_on_one_device(self, node: fx.Node, whole: Layout) -> fx.Node:
+        """Return ``node``'s whole value in the memory order of one device: what reads it may depend on strides."""
+        local = self._input(node, whole, frozenset())
+        return laid_out_as(self.emitter, local, tensor_value(node)) if is_tensor(node) else local
+
     def _layout(self, node: fx.Node) -> Layout:
         """Return how the local value of ``node`` is placed."""
         sliced = node.op != "placeholder" or self.needs_grad[node] or node in self.parts
@@ -192,16 +195,46 @@ class _Rewriter:
         return _first_output(node)
 
     def _output(self, node: fx.Node) -> None:
-        """Emit the buffer updates, as the buffers are, and the outputs: whole, or as a DTensor holds them."""
+        """Emit the updates of buffers and other inputs, and the outputs: whole, or as a DTensor holds them."""
         values, count = list(node.args[0]), len(self.buffers)  # type: ignore[arg-type]
         inputs = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
-        updated = [inputs[target] for target in self.captured.updates]
-        for target, buffer, value in zip(updated, self.buffers, values[:count], strict=True):
-            want = self._layout(target) if target in self.parts else self.whole
-            new = self._input(value, want, frozenset()) if isinstance(value, fx.Node) else value
-            update = self.emitter.call(torch.ops.aten.detach.default, new)  # a buffer is not differentiated
-            self.emitter.call(torch.ops.aten.copy_.default, buffer, update)
+        updates = [(inputs[t], b, v) for t, b, v in zip(self.captured.updates, self.buffers, values, strict=False)]
+        recorded = [update for update in updates if inputs.index(update[0]) in self.captured.recorded]
+        for target, buffer, value in recorded:
+            self._refuse_part(target, value)
+            self.emitter.call(torch.ops.aten.copy_.default, buffer, self._new(target, value))
+        self._overwrite([update for update in updates if update not in recorded])
         self.emitter.graph.output(tuple(self._result(value) for value in values[count:]))
+
+    def _new(self, target: fx.Node, value: Any) -> Any:
+        """Return the new value of an input, as the caller holds it."""
+        want = self._layout(target) if target in self.parts else self.whole
+        return self._input(value, want, frozenset()) if isinstance(value, fx.Node) else value
+
+    def _overwrite(self, updates: Sequence[tuple[fx.Node, fx.Node, Any]]) -> None:
+        """Emit updates that autograd knows nothing of: a parameter is written in no_grad."""
+        detached = [(b, self.emitter.call(torch.ops.aten.detach.default, self._new(t, v))) for t, b, v in updates]
+        hidden = self.grad_enabled and any(self.needs_grad[target] for target, _, _ in updates)
+        if hidden:
+            self.emitter.graph.call_function(set_grad_enabled, (False,))
+        for buffer, value in detached:
+            self.emitter.call(torch.ops.aten.copy_.default, buffer, value)
+        if hidden:
+            self.emitter.graph.call_function(set_grad_enabled, (True,))
+
+    def _refuse_part(self, target: fx.Node, value: fx.Node) -> None:
+        """Refuse to give an input a new history where the caller does not hold what the graph is given.
+
+        Raises:
+            CaptureError: A rank passes its part.
+        """
+        if target in self.parts:
+            name = getattr(getattr(target, SOURCE, None), "name", target.name)
+            msg = (
+                f"the model writes into its input {name() if callable(name) else name}, of which a rank passes its "
+                f"part, and autograd records it ({source_line(value)}); clone the input first"
+            )
+            raise CaptureError(msg)
 
     def _result(self, value: Any) -> Any:
         if not isinstance(value, fx.Node):

@@ -2,12 +2,14 @@
 
 Capture sees what an operator's schema says it writes; ``aten::instance_norm`` says nothing and updates the running
 statistics inside.  ``aten::dropout`` returns its input where it drops nothing, so capture refuses to write to its
-result in either case.  ``x.data`` is no operator at all::
+result in either case.  ``x.data`` is no operator at all, and ``x.data *= y`` assigns what it has written already::
 
     F.instance_norm(x, mean, var, ...)      ->      mean.lerp_(the instances' mean); var.lerp_(their unbiased variance)
                                                     F.instance_norm(x, None, None, ...)
     F.dropout(x, p)                         ->      F.dropout(x, p).clone(), or x itself
+    F.embedding(i, table, max_norm=...)     ->      table: shorten the rows in no_grad; F.embedding(i, table)
     x.data                                  ->      x.detach()
+    x.data *= y                             ->      x.detach().mul_(y)
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from fxshard._torch import get_data
+from fxshard._torch import get_data, set_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,11 +74,53 @@ def _aten_dropout(input: Tensor, p: float, train: bool) -> Tensor:
     return _dropout(input, p, train)
 
 
+def _embedding(
+    input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *args: Any, **kw: Any
+) -> Tensor:
+    """Return ``torch.nn.functional.embedding``'s result of the renormalised table."""
+    if max_norm is not None:
+        weight = _renormed(weight, input, max_norm, *args[:1], **{k: v for k, v in kw.items() if k == "norm_type"})
+    return F.embedding(input, weight, padding_idx, None, *args, **kw)
+
+
+def _embedding_bag(
+    input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, *args: Any, **kw: Any
+) -> Tensor:
+    """Return ``torch.nn.functional.embedding_bag``'s result of the renormalised table."""
+    if max_norm is not None:
+        weight = _renormed(weight, input, max_norm, *args[:1], **{k: v for k, v in kw.items() if k == "norm_type"})
+    return F.embedding_bag(input, weight, offsets, None, *args, **kw)
+
+
+def _renormed(weight: Tensor, input: Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Shorten the rows of ``weight`` that ``input`` names and return it; autograd does not see it."""
+    old = weight.clone()
+    with torch.no_grad():
+        torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
+    renewed: Tensor = torch.ops.fxshard.renew(old, weight)
+    return renewed
+
+
+def _set_data(x: Tensor, source: Any, *rest: Any) -> Tensor:
+    """Return ``x`` with the memory of ``source``, which it may have already."""
+    if isinstance(source, torch.Tensor) and not rest and _memory(x) == _memory(source):
+        return x
+    made: Tensor = set_data(x, source, *rest)
+    return made
+
+
+def _memory(x: Tensor) -> tuple[object, ...]:
+    return x.untyped_storage()._cdata, x.shape, x.stride(), x.storage_offset(), x.dtype
+
+
 SPELLED_OUT: dict[Any, Callable[..., Any]] = {
     F.instance_norm: _instance_norm,
     torch.instance_norm: _aten_instance_norm,
     F.dropout: _dropout,
     torch.dropout: _aten_dropout,
+    F.embedding: _embedding,
+    F.embedding_bag: _embedding_bag,
     get_data: torch.detach,
+    set_data: _set_data,
 }
 """For a call of a Dynamo graph that capture does not see through, one that it does."""

@@ -5,7 +5,8 @@ Before::                          After::
     std = aten.std.dim(x, [2])    var_mean = aten.var_mean.correction(x, [2], ...)
                                   getitem = var_mean[0];  sqrt = aten.sqrt.default(getitem)
 
-The program is traced below autograd on the call's global fake tensors; the nodes take the call's origin.
+The program is traced below autograd on the call's global fake tensors; the nodes take the call's origin.  It has to
+return what the call returned: as many outputs, each of the call's shape and dtype.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from torch import fx
 
 from fxshard._torch import make_fx, unfunctionalized
 from fxshard.emitter import ORIGIN_KEYS, RECOMPUTE_KEYS
+from fxshard.errors import FxShardError
 from fxshard.values import tensor_value
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fxshard.rules import Expand, OpCall
 
 
 def splice(gm: fx.GraphModule, call: OpCall, choice: Expand) -> fx.Node | None:
-    """Replace the call by its program; return the next node to plan, or None where the program is the call itself."""
+    """Replace the call by its program; return the next node to plan, or None where the program is the call itself.
+
+    Raises:
+        FxShardError: The program returns something else than the call: a bug of the operator's rule.
+    """
     traced = _traced(call, choice.program)
     body = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]
     if choice.program is call.op and any(n.target is call.op for n in body):
@@ -32,14 +40,37 @@ def splice(gm: fx.GraphModule, call: OpCall, choice: Expand) -> fx.Node | None:
     values: dict[fx.Node, fx.Node] = dict(
         zip((n for n in traced.graph.nodes if n.op == "placeholder"), call.inputs, strict=True)
     )
+    results = next(n for n in traced.graph.nodes if n.op == "output").args[0]
+    _check(call, results)
     before = call.node.prev
     with gm.graph.inserting_before(call.node):
         for node in body:
             values[node] = _copy(gm, node, traced, values, call.node)
-    results = next(n for n in traced.graph.nodes if n.op == "output").args[0]
     _replace_uses(call.node, results, values)
     gm.graph.erase_node(call.node)
     return before.next
+
+
+def _check(call: OpCall, results: Any) -> None:
+    returned = list(results) if isinstance(results, (tuple, list)) else [results]
+    found = [r.meta["val"] if isinstance(r, fx.Node) else r for r in returned]
+    wanted = call.output_values
+    used = {int(user.args[1]) for user in call.node.users} if len(wanted) > 1 else {0}  # type: ignore[arg-type]
+    if len(found) == len(wanted) and all(_kind(found[i]) == _kind(wanted[i]) for i in used):
+        return
+    msg = (
+        f"the program of {call.op} returns {_kinds(found)} in place of {_kinds(wanted)}, a bug of its rule in fxshard; "
+        f"{call.node.format_node()}\n{call.node.meta.get('stack_trace', '').rstrip()}"
+    )
+    raise FxShardError(msg)
+
+
+def _kind(value: object) -> object:
+    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
+
+
+def _kinds(values: Sequence[object]) -> str:
+    return ", ".join(f"{v.dtype}{list(v.shape)}" if isinstance(v, torch.Tensor) else "none" for v in values)
 
 
 def _copy(
@@ -58,12 +89,19 @@ def _copy(
 
 def _replace_uses(node: fx.Node, results: Any, values: dict[fx.Node, fx.Node]) -> None:
     if isinstance(results, fx.Node):
-        node.replace_all_uses_with(values[results])
+        _stand_for(values[results], node, results)
         return
     for user in list(node.users):  # every user of several outputs is a getitem
         result = results[user.args[1]]
-        user.replace_all_uses_with(values[result])
+        _stand_for(values[result], user, result)
         user.graph.erase_node(user)
+
+
+def _stand_for(made: fx.Node, gone: fx.Node, result: fx.Node) -> None:
+    """Replace ``gone`` by ``made``, which is said to lie in memory as ``gone`` did: it may be read by strides."""
+    if result.op != "placeholder":
+        made.meta["val"] = gone.meta["val"]
+    gone.replace_all_uses_with(made)
 
 
 def _traced(call: OpCall, program: Any) -> fx.GraphModule:

@@ -14,9 +14,9 @@ operator             does                            backward
 ``redistribute``     Shard(a) -> Shard(b)            the reverse ``redistribute``
 ===================  ==============================  ====================================
 
-``custom_gradient`` marks a backward of the user's own, ``random`` draws what eager mode draws, ``counter`` a part of
-what a seed says.  Importing this package defines all of them.  Ranks are group-relative and arguments, so that a
-graph says on its own what a rank does.
+``custom_gradient`` marks a backward of the user's own, ``renew`` a value that was written behind autograd's back,
+``random`` draws what eager mode draws, ``counter`` a part of what a seed says.  Importing this package defines all of
+them.  Ranks are group-relative and arguments, so that a graph says on its own what a rank does.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fxshard.ops import (
     halo_exchange,
     random,
     redistribute,
+    renew,
     slice,  # noqa: A004  the operator's name
     sum_gradient,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "node_traffic",
     "random",
     "redistribute",
+    "renew",
     "slice",
     "sum_gradient",
     "traffic",

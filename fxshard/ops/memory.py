@@ -48,6 +48,39 @@ def memory_order(x: Tensor) -> Order:
     return tuple(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
 
 
+def same_strides(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one shape lie alike in memory; a dimension of size 1 has no stride to speak of."""
+    return all(size <= 1 or s == t for size, s, t in zip(a.shape, a.stride(), b.stride(), strict=True))
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether the elements of ``x`` are one stretch of memory, each once.
+
+    Example:
+        >>> x = torch.empty(3, 4)
+        >>> is_dense(x), is_dense(x.t()), is_dense(x[:, 1:]), is_dense(x[:1].expand(3, 4))
+        (True, True, False, False)
+    """
+    expected = 1
+    for dim in sorted((d for d in range(x.dim()) if x.shape[d] != 1), key=x.stride):
+        if x.stride(dim) != expected:
+            return x.numel() == 0
+        expected *= x.shape[dim]
+    return True
+
+
+def fills_storage(x: Tensor) -> bool:
+    """Return whether the storage of ``x`` has the elements of ``x`` and nothing else.
+
+    Example:
+        >>> x = torch.empty(3, 4)
+        >>> fills_storage(x.t()), fills_storage(x[1:])
+        (True, False)
+    """
+    size = x.numel() * x.element_size()
+    return is_dense(x) and int(x.storage_offset()) == 0 and int(x.untyped_storage().nbytes()) == size
+
+
 def inverse(order: Order) -> Order:
     """Return the permutation that undoes ``order``.
 

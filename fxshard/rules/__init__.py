@@ -27,6 +27,7 @@ from fxshard.rules import (  # noqa: F401  importing registers the rules
     slicing,
     sliding,
     softmax,
+    strided,
     vector_norm,
     view,
 )

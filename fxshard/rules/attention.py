@@ -41,8 +41,7 @@ aten = torch.ops.aten
 @rule(aten.scaled_dot_product_attention.default, emit=lambda *a: _emit_attention(*a), nested=True)
 def place_attention(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Keep split queries, batches and heads; contract split keys."""
-    if call["dropout_p"] > 0:
-        return Gather("attention drops weights at random inside the kernel")
+    assert call["dropout_p"] == 0, "the draw is an operator of its own, or refused"
     token = len(call.shape(0)) - 2
     query = at[0]
     if isinstance(query, Shard) and query.dim == token:

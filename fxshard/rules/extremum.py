@@ -24,6 +24,7 @@ from fxshard.layout import Placement, Replicate
 from fxshard.rules.reduce import (
     LOW_PRECISION,
     local_reduction,
+    named_dims,
     rank_table,
     reduced_axes,
     reduced_dims,
@@ -190,7 +191,7 @@ def place_both(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Take one extremum after the other."""
 
     def program(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-        dims = list(range(x.ndim)) if dim is None else [dim]
+        dims = named_dims(x, dim)
         return x.amin(dims, keepdim), x.amax(dims, keepdim)
 
     return local_reduction(call, at) or Expand(program)

@@ -234,14 +234,24 @@ def place_index_write(call: OpCall, at: tuple[Placement, ...]) -> Choice:
 
 @rule(aten.embedding.default, nested=True)
 def place_embedding(call: OpCall, at: tuple[Placement, ...]) -> Choice:
-    """Look up each rank's indices in the whole table."""
+    """Look up each rank's indices in the whole table, if its gradient is the sum of the ranks' dense ones."""
     table, indices = at
+    if call["sparse"]:
+        return Gather("its gradient is sparse")
+    if call["scale_grad_by_freq"] and isinstance(indices, Shard):
+        return Gather("its gradient is scaled by how often an index is in the whole batch")
     if isinstance(indices, Shard):
         return Row((Replicate(), indices), (indices,))
     assert isinstance(table, Shard)
     if table.dim == 0:
         return Gather(ON_DATA)
     return Row((table, indices), (Shard(len(call.out_shape) - 1, table.bounds, table.outer),))
+
+
+@rule(aten.embedding_bag.default, aten.embedding_bag.padding_idx, nested=True)
+def place_embedding_bag(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Keep it whole: the operators that ATen makes of it have no gradient."""
+    return Gather("a bag may have indices of any position")
 
 
 @rule(aten.one_hot.default, emit=lambda *a: _emit_one_hot(*a), nested=True)

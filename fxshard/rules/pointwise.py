@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import fxshard.ops  # noqa: F401  defines torch.ops.fxshard
 from fxshard.layout import Placement, Replicate, Shard
 from fxshard.rules.rule import Choice, Expand, Gather, Row, rule
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from torch import Tensor
 
     from fxshard.rules.call import OpCall
 
@@ -84,9 +87,7 @@ def aligned(shape: Sequence[int], shard: Shard, out_shape: Sequence[int]) -> Pla
     aten.to.dtype,
     aten.to.dtype_layout,
     aten.to.device,
-    aten.to.other,
     aten._to_copy.default,
-    aten.type_as.default,
     aten.zeros_like.default,
     aten.ones_like.default,
     aten.empty_like.default,
@@ -95,6 +96,7 @@ def aligned(shape: Sequence[int], shard: Shard, out_shape: Sequence[int]) -> Pla
     aten.fill.Tensor,
     aten.masked_fill.Scalar,
     aten.masked_fill.Tensor,
+    torch.ops.fxshard.renew.default,
     nested=True,
     split_as=lambda *a: _split(*a),
 )
@@ -112,6 +114,22 @@ def _split(call: OpCall, at: tuple[Placement, ...], wanted: Shard) -> Row:
     shapes = (call.shape(i) for i in range(len(call.inputs)))
     inputs = tuple(aligned(shape, wanted, call.out_shape) for shape in shapes)
     return Row(inputs, (wanted,) * len(call.output_values))
+
+
+@rule(aten.type_as.default, aten.to.other)
+def place_type_as(call: OpCall, at: tuple[Placement, ...]) -> Choice:
+    """Write it without the other tensor, which may have any shape: only its dtype and device matter."""
+    return Expand(_like)
+
+
+def _like(
+    x: Tensor,
+    other: Tensor,
+    non_blocking: bool = False,
+    copy: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    return x.to(other.device, other.dtype, non_blocking, copy, memory_format=memory_format)
 
 
 @rule(aten.log_sigmoid.default)

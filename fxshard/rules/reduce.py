@@ -34,12 +34,31 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
-    """Return the dimensions that the call reduces; all of them where it names none."""
+    """Return the dimensions that the call reduces.
+
+    An empty list of them is all for most operators and none for ``any`` and ``all``: the shape of the result says it.
+    """
     rank = len(call.shape(0))
     dims = call.arguments.get("dim")
-    if dims is None or dims == []:
-        return tuple(range(rank))
-    return tuple(d % rank for d in ([dims] if isinstance(dims, int) else dims))
+    if isinstance(dims, int):
+        return (dims % rank,)
+    if dims:
+        return tuple(d % rank for d in dims)
+    nothing = dims is not None and call.out_shape == call.shape(0)
+    return () if nothing else tuple(range(rank))
+
+
+def named_dims(x: Tensor, dim: int | Sequence[int] | None) -> list[int]:
+    """Return the dimensions that an argument names, for a reduction that takes all where it names none.
+
+    Example:
+        >>> x = torch.empty(2, 3)
+        >>> named_dims(x, None), named_dims(x, []), named_dims(x, 0), named_dims(x, (1,))
+        ([0, 1], [0, 1], [0], [1])
+    """
+    if isinstance(dim, int):
+        return [dim]
+    return list(dim) if dim else list(range(x.ndim))
 
 
 def surviving(shard: Shard, dims: Sequence[int], *, keepdim: bool) -> Shard:
@@ -129,13 +148,15 @@ def _emit_mean(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[
 @rule(aten.nansum.default, nested=True)
 def place_nansum(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Sum with zeros in the place of NaN."""
+    if call["dim"] in (None, []):  # torch 2.11's fake result has the wrong shape: the program says the right one
+        return Expand(_nansum)
     return local_reduction(call, at) or Expand(_nansum)
 
 
 def _nansum(
     x: Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    return x.masked_fill(x.isnan(), 0).sum(list(range(x.ndim)) if dim is None else dim, keepdim, dtype=dtype)
+    return x.masked_fill(x.isnan(), 0).sum(named_dims(x, dim), keepdim, dtype=dtype)
 
 
 @rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList, nested=True)
@@ -145,8 +166,7 @@ def place_count(call: OpCall, at: tuple[Placement, ...]) -> Choice:
 
 
 def _count_nonzero(x: Tensor, dim: list[int] | int | None = None) -> Tensor:
-    dims = list(range(x.ndim)) if dim is None else [dim] if isinstance(dim, int) else dim
-    return (x != 0).sum(dims)
+    return (x != 0).sum(named_dims(x, dim))
 
 
 @rule(aten.logsumexp.default, nested=True)
@@ -157,6 +177,7 @@ def place_logsumexp(call: OpCall, at: tuple[Placement, ...]) -> Choice:
 
 def _logsumexp(x: Tensor, dim: list[int], keepdim: bool = False) -> Tensor:
     values = wide(x) if x.is_floating_point() else x.to(torch.get_default_dtype())
+    dim = named_dims(x, dim)
     most = values.detach().amax(dim, keepdim=True)
     most = most.masked_fill(most.isinf(), 0)
     kept = (values - most).exp().sum(dim, keepdim=True).log() + most

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxshard.rules.moments import square_root
-from fxshard.rules.reduce import local_reduction, wide
+from fxshard.rules.reduce import local_reduction, named_dims, wide
 from fxshard.rules.rule import Choice, Expand, rule
 
 if TYPE_CHECKING:
@@ -38,8 +38,7 @@ def place_vector_norm(call: OpCall, at: tuple[Placement, ...]) -> Choice:
         x: Tensor, order: float = 2, dim: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any
     ) -> Tensor:
         cast = x if kwargs.get("dtype") is None else x.to(kwargs["dtype"])
-        dims = list(range(x.ndim)) if dim is None else list(dim)
-        return _norm(wide(cast), order, dims, keepdim).to(result)
+        return _norm(wide(cast), order, named_dims(x, dim), keepdim).to(result)
 
     return local_reduction(call, at) or Expand(program)
 

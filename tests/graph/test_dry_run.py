@@ -80,6 +80,16 @@ def test_a_gather_has_its_reason_in_every_form(tmp_path: Path) -> None:
     assert "fxshard.all_gather" in plan.save(tmp_path / "plan.py").read_text()
 
 
+def test_an_image_that_is_too_narrow_is_said_to_be_not_split() -> None:
+    with torch.device("meta"):
+        plan = fxshard.plan(net(), torch.empty(2, 3, 24, 3), world_size=4, placements=[Shard(3)])
+    reason = "dim 3 has 3 columns for 4 ranks, it is not split"
+    assert plan.report.reasons == {reason: 1}
+    assert f"gathered, or not split\n     1 x {reason}" in plan.summary()
+    (image,) = (n.name for n in plan.report.nodes if n.reason)
+    assert f"not split: {reason}" in plan.explain(image)
+
+
 def test_other_endings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"one of \.txt, \.json"):
         planned(world_size=2).save(tmp_path / "plan.docx")

@@ -121,9 +121,41 @@ def test_parameters_are_replicated() -> None:
     assert placed.outputs[0].is_replicated
 
 
-def test_an_image_narrower_than_the_mesh_is_not_split() -> None:
-    found = graphs(Of(torch.relu), (image(1, 2, 6, 3),), mesh_shape=(4,))
-    assert found.layouts()["relu.default"] == ["[R]"]
+NARROW: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...], list[str]]] = {
+    "asked": ((1, 2, 6, 3), (3,), (4,), ["dim 3 has 3 columns for 4 ranks, it is not split"]),
+    "chosen": ((1, 2, 2, 3), None, (4,), ["dim 3 has 3 columns for 4 ranks, it is not split"]),
+    "one-axis-of-two": ((1, 2, 6, 3), (2, 3), (2, 4), ["dim 3 has 3 columns for 4 ranks, it is not split"]),
+    "more-axes-than-dimensions": ((1, 2, 6), None, (2, 2), ["mesh axis 1 has no dimension left to split"]),
+    "no-image": ((5, 8), None, (4,), ["no input is floating with 3 or more dimensions, nothing is split"]),
+    "replicated-as-asked": ((1, 2, 6, 3), (-1,), (4,), []),
+    "wide": ((1, 2, 6, 4), (3,), (4,), []),
+}
+"""Shape, dims, mesh, and what is said."""
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_an_image_that_is_not_split_says_why(name: str) -> None:
+    shape, dims, mesh, said = NARROW[name]
+    found = graphs(Of(torch.relu), (image(*shape),), mesh_shape=mesh, dims=dims)
+    assert found.reasons() == said
+    (layout,) = found.layouts()["relu.default"]
+    assert layout.count("R") == len(said) + (dims == (-1,))
+
+
+def test_a_small_image_next_to_one_that_is_split_says_nothing() -> None:
+    found = graphs(Of(lambda x, y: x * y), (image(), image(2, 4, 1, 1)))
+    assert found.reasons() == []
+    assert found.layouts()["mul.Tensor"] == [WIDTH]
+
+
+@pytest.mark.parametrize("inputs", [[torch.zeros(5, 8)], [torch.zeros(2, 3, 8, 8).byte(), torch.zeros(5)]], ids=str)
+def test_placements_without_an_image_are_refused(inputs: list[Tensor]) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        graphs(Of(lambda *given: [x + 1 for x in given]), inputs)
+    error = caught.value.inner_exception
+    assert isinstance(error, PlanError)
+    assert "placements split dim 3, but no input is an image (floating, 3 or more dimensions)" in str(error)
+    assert ("uint8[2, 3, 8, 8], float32[5]" if len(inputs) == 2 else "inputs: float32[5, 8].") in str(error)
 
 
 def test_a_dimension_that_no_input_has_is_refused() -> None:
@@ -255,6 +287,17 @@ def test_a_reason_names_the_axis_that_is_gathered_by_its_layout() -> None:
     assert conv.outputs[0][0] == Shard(2, (0, 4, 8))
     assert conv.outputs[0][1] == Replicate()
     assert conv.reason == "aten.conv2d.default: 2 output columns for 4 ranks"
+
+
+def test_a_branch_that_reads_memory_by_strides_is_refused() -> None:
+    def branches(x: Tensor) -> Any:
+        return torch.cond(x.sum() > 0, lambda z: z.as_strided((2, 2), (1, 1)) * 2, lambda z: z[0, 0, :2, :2] * 3, (x,))
+
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        graphs(Of(branches), (image(),))
+    error = caught.value.inner_exception
+    assert isinstance(error, PlanError)
+    assert "aten.as_strided.default in cond reads memory by strides at tests/graph/test_plan.py" in str(error)
 
 
 def test_planning_twice_changes_nothing() -> None:

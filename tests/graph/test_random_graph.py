@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fxshard.errors import PlanError
 from fxshard.ops.random import keep_draws, random
-from fxshard.passes.replace_random import AFTER, RANDOM, draws, has_random, random_nodes_left, replace_random
+from fxshard.passes.replace_random import AFTER, RANDOM, draws, has_random, replace_random
 from tests.graph.random_match import SEED, Compiler, Of, image
 
 if TYPE_CHECKING:
@@ -75,14 +76,31 @@ def test_new_nodes_keep_the_source_location() -> None:
     assert added[-1].meta["val"].stride() == old.meta["val"].stride()
 
 
-def test_unknown_random_operators_are_reported() -> None:
-    def attention(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "gamma": (lambda x: x * torch._standard_gamma(x.abs() + 1), "make it of draws that are known"),
+    "dirichlet": (lambda x: x * torch._sample_dirichlet(x.abs() + 1), "make it of draws that are known"),
+    "integers": (lambda x: x * torch.randint_like(x, torch.tensor(5)), "make it of draws that are known"),
+}
 
-    graph = captured(Of(attention), image()).after
-    assert graph is not None
-    assert [n.target for n in random_nodes_left(graph)] == [aten.scaled_dot_product_attention.default]
-    assert has_random(graph)
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_draw_that_is_not_known_is_refused_with_its_line(name: str) -> None:
+    function, remedy = REFUSED[name]
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        captured(Of(function), image())
+    assert isinstance(caught.value.inner_exception, PlanError)
+    said = str(caught.value.inner_exception)
+    assert remedy in said
+    assert "tests/graph/test_random_graph.py" in said
+    assert "return self.function(x * self.scale)" not in said.splitlines()[0], "the innermost line is the draw's"
+
+
+def test_attention_that_draws_in_its_kernel_is_refused_with_the_one_that_does_not() -> None:
+    graph = torch.fx.Graph()
+    q = graph.placeholder("q")
+    graph.output(graph.call_function(aten._scaled_dot_product_flash_attention.default, (q, q, q, 0.1)))
+    with pytest.raises(PlanError, match=r"flash_attention.* in a kernel of its own.*SDPBackend\.MATH"):
+        replace_random(GraphModule({}, graph))
 
 
 @pytest.mark.parametrize(
@@ -114,15 +132,18 @@ def test_draws_of_nested_graphs_are_found() -> None:
     outer.output(outer.get_attr("body"))
     nested = torch.fx.GraphModule({"body": torch.fx.GraphModule({}, inner)}, outer)
     assert has_random(nested)
-    assert [n.target for n in random_nodes_left(nested)] == [aten.rand.default]
+    with pytest.raises(PlanError, match=r"aten\.rand\.default draws in a branch or a loop at .*; draw before it"):
+        replace_random(nested)
 
 
-def test_draw_in_a_generator_of_its_own_is_left() -> None:
+def test_a_draw_from_a_generator_of_its_own_is_refused() -> None:
     graph = torch.fx.Graph()
     generator = graph.placeholder("generator")
     graph.output(graph.call_function(aten.rand.generator, ([5],), {"generator": generator}))
-    left = random_nodes_left(replace_random(GraphModule({}, graph)))
-    assert [n.target for n in left] == [aten.rand.generator]
+    with pytest.raises(
+        PlanError, match=r"aten\.rand\.generator draws from a generator of its own at .*; draw without generator="
+    ):
+        replace_random(GraphModule({}, graph))
 
 
 CPU = torch.device("cpu")

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fxshard._torch import BackendCompilerFailed
 from fxshard.passes.replace_random import RANDOM
 from tests.graph.random_match import SEED, Compiler, Of, assert_matches, image, step
 
@@ -32,6 +34,11 @@ FAMILIES: dict[str, Callable[[Tensor], Any]] = {
     "alpha_dropout": lambda x: F.alpha_dropout(x, 0.3, training=True),
     "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.3, training=True),
     "rrelu": lambda x: F.rrelu(x, training=True),
+    "rrelu_inplace": lambda x: F.rrelu(x * 2, training=True, inplace=True),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
+    "attention_causal": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3, is_causal=True),
+    "attention_math": lambda x: torch.ops.aten._scaled_dot_product_attention_math(x, x, x, None, 0.3),
+    "fractional_pool": lambda x: F.fractional_max_pool2d(x, 2, output_ratio=(0.6, 0.7)),
     "rand": lambda x: x + torch.rand(3, 5, 7),
     "rand_like": lambda x: x * torch.rand_like(x),
     "randn": lambda x: x + torch.randn(3, 1, 1, dtype=torch.float64),
@@ -195,17 +202,34 @@ def test_inference_advances_the_generator(inner: str) -> None:
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-# The others draw on the CPU.
-CUDA_FAMILIES = [
-    name for name in FAMILIES if name not in {"rand", "randn", "randint", "randint_low", "randperm", "normal_sizes"}
-]
+# The others draw on the CPU, or in one kernel of the GPU's own.
+CUDA_FAMILIES = FAMILIES.keys() - {"rand", "randn", "randint", "randint_low", "randperm", "normal_sizes"}
+CUDA_FAMILIES -= {"attention", "attention_causal"}
 
 
 @needs_cuda
 @pytest.mark.parametrize("inner", ["eager", "aot_eager"])
-@pytest.mark.parametrize("family", CUDA_FAMILIES)
+@pytest.mark.parametrize("family", sorted(CUDA_FAMILIES))
 def test_family_draws_what_eager_draws_on_cuda(family: str, inner: str) -> None:
     assert_matches(Of(FAMILIES[family]).cuda(), image().cuda(), inner)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_that_drops_in_its_kernel_is_refused_on_cuda(dtype: torch.dtype) -> None:
+    x = image(dtype, (2, 3, 16, 64)).cuda()
+    with pytest.raises(BackendCompilerFailed, match=r"SDPBackend\.MATH"):
+        assert_matches(Of(FAMILIES["attention"]).cuda(), x, "eager")
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # Inductor's advice for float32 products
+@pytest.mark.parametrize("inner", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_attention_made_of_operators_on_cuda(dtype: torch.dtype, inner: str) -> None:
+    x = image(dtype, (2, 3, 16, 64)).cuda()
+    with sdpa_kernel(SDPBackend.MATH):
+        assert_matches(Of(FAMILIES["attention"]).cuda(), x, inner, exact=inner != "inductor")
 
 
 @needs_cuda

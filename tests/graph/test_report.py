@@ -106,7 +106,7 @@ def test_the_text_lists_kinds_and_reasons() -> None:
     text = str(describe(made.planned, made.local, made.config))
     assert text.startswith("rank (0,) of mesh (2,): ")
     assert "forward  gather" in text
-    assert "gathered at 1 nodes: " in text
+    assert "gathered or not split at 1 nodes: " in text
 
 
 def test_a_local_node_that_names_its_origin_is_believed() -> None:

@@ -24,12 +24,14 @@ class Verdict:
         text: The table of differences.
         reasons: Why something was gathered, without repetition, in program order.
         targets: The targets of the local graph's nodes.
+        split: Whether some work is split: a model that every rank runs whole is equal without saying anything.
     """
 
     exact: bool
     text: str
     reasons: tuple[str, ...]
     targets: tuple[str, ...]
+    split: bool
 
 
 def judge(rank: int, cases: list[Case]) -> list[Verdict]:
@@ -40,10 +42,12 @@ def judge(rank: int, cases: list[Case]) -> list[Verdict]:
 def _judge_one(rank: int, case: Case) -> Verdict:
     reasons: dict[str, None] = {}
     targets: list[str] = []
+    split: list[bool] = []
 
     def observe(planned: fx.GraphModule, local: fx.GraphModule, _config: Any) -> None:
-        found = (plan_of(n) for n in planned.graph.nodes)
-        reasons.update(dict.fromkeys(p.reason for p in found if p and p.reason))
+        plans = [(node, p) for node in planned.graph.nodes if (p := plan_of(node))]
+        reasons.update(dict.fromkeys(p.reason for _, p in plans if p.reason))
+        split.extend(bool(p.sharded_axes) for node, p in plans if node.op == "call_function")
         targets.extend(str(n.target) for n in local.graph.nodes)
 
     backend.on_compiled.append(observe)
@@ -51,16 +55,16 @@ def _judge_one(rank: int, case: Case) -> Verdict:
         difference = compare_on_rank(rank, case)
     finally:
         backend.on_compiled.remove(observe)
-    return Verdict(difference.exact(), str(difference), tuple(reasons), tuple(targets))
+    return Verdict(difference.exact(), str(difference), tuple(reasons), tuple(targets), any(split))
 
 
 def assert_exact(pool: RankPool, case: Case, *, gathers: bool | None = False) -> Verdict:
-    """Assert that ``case`` is exact on every rank, and whether something was gathered.
+    """Assert that ``case`` is exact on every rank, that its work is split, and whether something was gathered.
 
     Args:
         pool: The ranks.
         case: What to run.
-        gathers: Whether a gather is expected; None for either.
+        gathers: Whether a gather is expected; None for either.  Only where it is may every rank run the whole model.
 
     Returns:
         The verdict of rank 0.
@@ -73,4 +77,5 @@ def assert_exact(pool: RankPool, case: Case, *, gathers: bool | None = False) ->
         assert verdict.exact, f"rank {rank}:\n{verdict.text}\ngathers: {verdict.reasons}"
         if gathers is not None:
             assert bool(verdict.reasons) == gathers, f"gathers: {verdict.reasons}"
+        assert gathers or verdict.split or ranks == 1, f"every rank ran the whole model: {verdict.reasons}"
     return verdicts[0]

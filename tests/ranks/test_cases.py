@@ -71,7 +71,7 @@ def test_case_equals_one_device(pool: RankPool, name: str, dims: tuple[int, ...]
     training = build(name)[0].training
     case = Case(functools.partial(build, name), placements, mesh, training=training, reference_backend=reference)
     if name not in REFUSED:
-        assert_exact(pool, case, gathers=None)
+        assert_exact(pool, case, gathers=None)  # but the work is split, in every one of them
         return
     with pytest.raises(WorkerError, match=re.escape(REFUSED[name])) as refusal:
         pool.run(judge, [case], ranks=math.prod(mesh))

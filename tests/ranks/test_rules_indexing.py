@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 
-from fxshard.compare import Case
+from fxshard import backend
+from fxshard.compare import Case, transformed
+from fxshard.trace import build_model, cotangent_loss
+from fxshard.values import plan_of
 from tests.ranks.checks import assert_exact
 from tests.ranks.map_models import Mapped, image, splits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor, nn
+    from torch import fx
 
     from fxshard.workers import RankPool
 
@@ -118,3 +123,75 @@ def build_gathered(name: str) -> tuple[nn.Module, tuple[Tensor]]:
 def test_lookup_across_ranks_is_gathered_with_its_reason(pool: RankPool, name: str) -> None:
     verdict = assert_exact(pool, Case(functools.partial(build_gathered, name), steps=1), gathers=True)
     assert re.search(GATHERED[name][1], "; ".join(verdict.reasons)), verdict.reasons
+
+
+class LookedUp(nn.Module):
+    """A convolution whose rounded result is looked up in a table of five rows."""
+
+    def __init__(self, table: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.table = nn.Conv2d(1, 1, 3, padding=1), table
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = (self.conv(x)[:, 0].abs() * 4).long().clamp(0, 4)
+        found: Tensor = self.table(row.flatten(0, 1) if isinstance(self.table, nn.EmbeddingBag) else row)
+        return found
+
+
+TABLES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "plain": (lambda: nn.Embedding(5, 3, padding_idx=1), ""),
+    "by-frequency": (lambda: nn.Embedding(5, 3, scale_grad_by_freq=True), "how often an index is in the whole batch"),
+    "sparse": (lambda: nn.Embedding(5, 3, sparse=True), "its gradient is sparse"),
+    "renormed": (lambda: nn.Embedding(5, 3, max_norm=0.9, norm_type=1.0), "embedding_renorm"),
+    "bag": (lambda: nn.EmbeddingBag(5, 3, mode="mean"), "a bag may have indices of any position"),
+    "bag-renormed": (lambda: nn.EmbeddingBag(5, 3, mode="sum", max_norm=0.9), "a bag may have"),
+}
+
+
+def build_table(name: str) -> tuple[nn.Module, tuple[Tensor]]:
+    return LookedUp(TABLES[name][0]()), (image(2, 1, 6, 11),)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What two steps of training left of a table, and why something was gathered."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+    table: Tensor
+    reasons: str
+
+
+def train_table(rank: int, case: Case, split: bool) -> Steps:
+    """Train a table (in a rank process): a sparse gradient has no place in a trace."""
+    reasons: list[str] = []
+
+    def observe(planned: fx.GraphModule, *_: object) -> None:
+        reasons.extend(plan.reason for plan in map(plan_of, planned.graph.nodes) if plan)
+
+    backend.on_compiled.append(observe)
+    model, (x,) = build_model(case)
+    net, outputs, gradients = transformed(model, case) if split else model, [], []
+    for _ in range(2):
+        model.zero_grad()
+        outputs.append(net(x))
+        cotangent_loss(outputs[-1]).backward()
+        gradient = model.get_parameter("table.weight").grad
+        assert gradient is not None
+        gradients.append(gradient.to_dense())
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    backend.on_compiled.remove(observe)
+    return Steps([y.detach() for y in outputs], gradients, model.state_dict()["table.weight"], "; ".join(reasons))
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_trained_as_on_one_device(pool: RankPool, name: str, inner: str) -> None:
+    case = Case(functools.partial(build_table, name), inner_backend=inner)
+    expected = train_table(0, case, split=False)
+    for found in pool.run(train_table, case, True, ranks=2):
+        for ours, theirs in ((found.outputs, expected.outputs), (found.gradients, expected.gradients)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(found.table, expected.table, rtol=1e-9, atol=1e-11)
+        assert TABLES[name][1] in found.reasons
+        assert bool(found.reasons.strip("; ")) == bool(TABLES[name][1])

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from fxshard._torch import FakeTensorMode
 from fxshard.compare import Case
-from tests.ranks.checks import assert_exact
+from fxshard.workers import WorkerError
+from tests.ranks.checks import assert_exact, judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,6 +90,25 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], ...]] = {
     "argmax": (lambda x: x.argmax(3), lambda x: x.argmin(2), lambda x: x.argmax(1), lambda x: x.argmin()),
     "argmax-flat": (lambda x: flat(x).argmax(-1), lambda x: flat(x).argmin(-1, keepdim=True), lambda x: x.argmax()),
     "any-all": (lambda x: (x > 2).any(), lambda x: (x > 2).any(3), lambda x: (x > -2).all(W_AND_H), lambda x: x.all(2)),
+    "no-dims": (lambda x: x.sum(()), lambda x: x.mean([]), lambda x: x.amax(()), lambda x: x.amin((), keepdim=True)),
+    "no-dims-of-truth": (
+        lambda x: x * (x > 2).any(()),  # nothing is reduced, unlike by all the others
+        lambda x: torch.all(x, ()),
+        lambda x: torch.any(x.long(), [], keepdim=True),
+    ),
+    "no-dims-norm": (
+        lambda x: torch.norm(x, dim=()),
+        lambda x: x.norm(1, ()),
+        lambda x: torch.linalg.vector_norm(x, 3, ()),
+    ),
+    "no-dims-count": (lambda x: x.count_nonzero(()), lambda x: x * x.count_nonzero([])),
+    "no-dims-logsumexp": (lambda x: x.logsumexp((), keepdim=True),),
+    "no-dims-variance": (  # eager mode's own gradient is infinite here
+        lambda x: x.detach().var(()),
+        lambda x: x.detach().std([]),
+        lambda x: torch.var_mean(x.detach(), ()),
+        lambda x: torch.std_mean(x.detach(), (), keepdim=True),
+    ),
     "cumsum": (lambda x: x.cumsum(3), lambda x: x.cumsum(2), lambda x: x.cumsum(1), lambda x: (x > 0).cumsum(3)),
     "cumprod": (lambda x: x.cumprod(3), lambda x: (x / 4 + 1.25).cumprod(2)),
     "softmax": (
@@ -98,6 +119,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], ...]] = {
     ),
     "log-softmax": (lambda x: x.log_softmax(1), lambda x: (300 * x).log_softmax(3), lambda x: flat(x).log_softmax(2)),
 }
+NO_DIMS_NAN = (lambda x: with_nan(x).nansum(()), lambda x: with_nan(x).nanmean([]), lambda x: x * x.nansum(()))
+"""What torch 2.11 gives another shape on fake tensors than on real ones."""
 NAN = {"max-of-nan": (lambda x: with_nan(x).amax(3), lambda x: with_nan(x).max(3), lambda x: with_nan(x).argmax(2))}
 MESHES = {"w-2": ((3,), (2,)), "h-3": ((2,), (3,)), "2x2": ((2, 3), (2, 2))}
 
@@ -110,7 +133,7 @@ def image() -> Tensor:
 
 
 def build(name: str, table: dict[str, Any] = FUNCTIONS) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    return Of(*{**FUNCTIONS, **NAN}[name]), (image(),)
+    return Of(*{**FUNCTIONS, **NAN, "no-dims-nan": NO_DIMS_NAN}[name]), (image(),)
 
 
 def case(name: str, mesh: str, **options: Any) -> Case:
@@ -127,6 +150,16 @@ def test_reduction_equals_one_device(pool: RankPool, name: str, mesh: str) -> No
 @pytest.mark.parametrize("mesh", MESHES)
 def test_nan_wins(pool: RankPool, mesh: str) -> None:
     assert_exact(pool, case("max-of-nan", mesh, no_grad=True))
+
+
+def test_nansum_of_no_dims_is_of_all_or_refused(pool: RankPool) -> None:
+    with FakeTensorMode():
+        fake_is_right = torch.empty(2, 3).nansum(()).ndim == 0
+    if fake_is_right:
+        assert_exact(pool, case("no-dims-nan", "w-2"))
+        return
+    with pytest.raises(WorkerError, match=r"aten\.nansum\.default returns torch\.float64\[\] in place of"):
+        pool.run(judge, [case("no-dims-nan", "w-2")], ranks=2)
 
 
 @pytest.mark.parametrize("name", ["amax", "max-dim", "argmax-flat", "prod", "cumsum", "logsumexp", "std"])

@@ -98,6 +98,11 @@ def test_bounds_that_are_no_partition_are_refused(wrong: tuple[int, ...]) -> Non
         Shard(0, wrong)
 
 
+def test_a_dimension_that_is_counted_from_the_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="dim must not be negative, got -1"):
+        Shard(-1, (0, 2, 4))
+
+
 def test_a_flattened_dimension_holds_no_window() -> None:
     with pytest.raises(ValueError, match="a held window needs outer=1"):
         Shard(0, (0, 1, 2), outer=2, held=Window(((0, 1), (1, 2))))

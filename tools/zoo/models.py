@@ -137,7 +137,14 @@ SIZES = {
     "timm:pnasnet5large": (96, 128),
 }
 """The least height and width of models that are too deep for the asked ones."""
-MULTIPLES = {"monai:SwinUNETR": 32, "monai:UNETR": 16, "smp": 32, "monai": 32, "timm:hrnet_w18_small": 32}
+MULTIPLES = {
+    "monai:SwinUNETR": 32,
+    "monai:UNETR": 16,
+    "smp": 32,
+    "monai": 32,
+    "timm:hrnet_w18_small": 32,
+    "timm:dla34": 32,
+}
 """Models, or whole sources, that take multiples of so many pixels only: larger sizes are rounded down."""
 BATCH = 3
 VOLUME_DEPTH = 32

@@ -1,0 +1,92 @@
+"""Predicted memory: exact bytes of small models, and what two H200 needed for a large one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+import fxshard
+
+if TYPE_CHECKING:
+    from fxshard.memory import Memory
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "convnext_xl_h200x2.json"
+DOUBLE = 8
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.ReLU(), nn.Conv2d(4, 5, 1, bias=False)).double()
+
+
+def predicted(ranks: int, backend: str = "aot_eager", *, training: bool = True) -> Memory:
+    x = torch.empty(2, 3, 6, 8, dtype=torch.float64)
+    placements = [Shard(3)]
+    plan = fxshard.plan(net(), x, world_size=ranks, placements=placements, inner_backend=backend, training=training)
+    return plan.memory
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_is_kept_is_split_and_what_is_replicated_is_not(ranks: int, backend: str) -> None:
+    found = predicted(ranks, backend)
+    pixels = 2 * 6 * 8 // ranks
+    assert found.state_bytes == found.gradient_bytes == (3 * 4 + 4 * 5) * DOUBLE
+    assert found.input_bytes == 2 * 3 * 6 * 8 * DOUBLE
+    own_slice = 3 * pixels if ranks > 1 else 0  # on one rank it is the input itself
+    assert found.saved_bytes == (own_slice + 4 * pixels) * DOUBLE if ranks > 1 else 4 * pixels * DOUBLE
+
+
+def test_the_peak_is_where_most_is_alive() -> None:
+    found = predicted(1)
+    base, image = found.state_bytes + found.input_bytes, 2 * 6 * 8 * DOUBLE
+    # the second convolution's backward has the output's gradient, relu's result, and makes relu's gradient and its own
+    assert found.peak.bytes == base + (5 + 4 + 4) * image + 4 * 5 * DOUBLE
+    assert (found.peak.phase, found.peak.node) == ("backward", "convolution_backward")
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    found = predicted(2, training=False)
+    assert (found.saved_bytes, found.gradient_bytes) == (0, 0)
+    assert {moment.phase for moment in found.timeline} == {"forward"}
+
+
+def test_predicting_does_not_change_the_plan() -> None:
+    plan = fxshard.plan(net(), torch.empty(2, 3, 6, 8, dtype=torch.float64), world_size=2, placements=[Shard(3)])
+    code = plan.code
+    assert plan.memory is plan.memory
+    assert plan.code == code
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_a_large_model_needs_what_was_measured(backend: str) -> None:
+    import timm
+
+    rows = json.loads(BENCHMARK.read_text())["results"]
+    name = f"2 GPUs, fxshard {backend}"
+    (measured,) = [row["gib"] for row in rows if row["configuration"] == name and row["dtype"] == "fp32"]
+    with torch.device("meta"):
+        model, image = timm.create_model("convnext_xlarge", drop_path_rate=0.4), torch.empty(7, 3, 512, 2048)
+    plan = fxshard.plan(model, image, world_size=2, placements=[Shard(3)], inner_backend=backend)
+    assert plan.memory.peak.bytes / 2**30 == pytest.approx(measured, rel=0.1)
+
+
+def test_a_batch_norm_and_a_pool_are_predicted_under_inductor() -> None:
+    layers = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    found = fxshard.plan(nn.Sequential(*layers), torch.empty(2, 3, 8, 16), world_size=2, placements=[Shard(3)]).memory
+    assert found.peak.bytes > found.state_bytes + found.input_bytes + found.saved_bytes > 0
+    lines = str(found).splitlines()
+    assert lines[0].startswith("peak ")
+    assert [line.split("  ")[1] for line in lines[1:]] == [
+        "parameters and buffers",
+        "inputs",
+        "kept for the backward",
+        "gradients",
+    ]

@@ -1,0 +1,171 @@
+"""Compares the memory that a plan predicts with what GPUs need, on one GPU and split over several.
+
+    torchrun --nproc-per-node 2 tools/bench_memory.py --json benchmarks/memory_h200x2.json
+
+Each row is one training step after warm-up: ``torch.cuda.max_memory_allocated`` of rank 0 and ``Plan.memory.peak``, in
+GiB.  A library that is not installed leaves its models out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import fxshard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained for a step.
+
+    Args:
+        name: Of the row.
+        build: Makes the model.
+        shape: Of the whole input; the last dimension is split.
+        dtype: "fp32", or "bf16" for autocast.
+    """
+
+    name: str
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dtype: str = "fp32"
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the context that the model runs in."""
+        return torch.autocast("cuda", torch.bfloat16) if self.dtype == "bf16" else nullcontext()
+
+
+def _from(module: str, name: str, *args: Any, **kwargs: Any) -> nn.Module:
+    made: nn.Module = getattr(importlib.import_module(module), name)(*args, **kwargs)
+    return made
+
+
+SMALL = partial(_from, "timm", "create_model", "convnext_small", drop_path_rate=0.4)
+
+
+def _checkpointed() -> nn.Module:
+    model: Any = SMALL()
+    model.set_grad_checkpointing(True)
+    made: nn.Module = model
+    return made
+
+
+UNET = partial(_from, "monai.networks.nets", "UNet", 3, 1, 2, (32, 64, 128, 256), (2, 2, 2), num_res_units=2)
+RESNET = partial(_from, "torchvision.models", "resnet50")
+ROWS = (
+    Row("resnet50", RESNET, (4, 3, 1088, 1920)),
+    Row("resnet50", RESNET, (4, 3, 1088, 1920), "bf16"),
+    Row("monai UNet 3-D", UNET, (1, 1, 128, 128, 256)),
+    Row("convnext_small", SMALL, (4, 3, 512, 2048)),
+    Row("convnext_small checkpointed", _checkpointed, (4, 3, 512, 2048)),
+)
+
+
+def measured_gib(row: Row, transformed: Callable[[nn.Module], nn.Module]) -> float:
+    """Return the peak of a training step."""
+    gc.collect()
+    torch.compiler.reset()
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)  # the same on every rank
+    model, image = row.build().cuda().train(), torch.randn(row.shape, device="cuda")
+    net = transformed(model)
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        with row.precision():
+            loss = net(image).float().square().mean()
+        loss.backward()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+def predicted_gib(row: Row, ranks: int, backend: str) -> float:
+    """Return the peak that a plan predicts."""
+    torch.compiler.reset()
+    model, image = row.build().cuda().train(), torch.empty(row.shape, device="cuda")
+    with row.precision():
+        plan = fxshard.plan(
+            model, image, world_size=ranks, placements=[Shard(len(row.shape) - 1)], inner_backend=backend
+        )
+    return plan.memory.peak.bytes / 2**30
+
+
+def _compiled(model: nn.Module, backend: str) -> nn.Module:
+    model.compile(backend=backend, dynamic=False)
+    return model
+
+
+def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield what was measured and predicted, row by row."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (world,), mesh_dim_names=("w",))
+    for row in ROWS:
+        if args.only and not any(name in row.name for name in args.only):
+            continue
+        placements = [Shard(len(row.shape) - 1)]
+        split = partial(fxshard.transform, mesh=mesh, placements=placements, inner_backend=args.backend)
+        for ranks, change in ((1, partial(_compiled, backend=args.backend)), (world, split)):
+            try:
+                found, expected = measured_gib(row, change), predicted_gib(row, ranks, args.backend)
+            except ModuleNotFoundError as error:
+                print(f"left out: {row.name}: {error}", file=sys.stderr)
+                break
+            yield {
+                "model": row.name,
+                "shape": row.shape,
+                "dtype": row.dtype,
+                "inner_backend": args.backend,
+                "gpus": ranks,
+                "measured_gib": round(found, 3),
+                "predicted_gib": round(expected, 3),
+                "error": round(expected / found - 1, 4),
+            }
+
+
+def main() -> int:
+    """Run every row; rank 0 prints them and writes the file as they come."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--only", nargs="+", help="rows whose name has one of these")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    torch.cuda.set_device(dist.get_rank())
+    about = {
+        "command": f"torchrun --nproc-per-node {dist.get_world_size()} {' '.join(sys.argv)}",
+        "device": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
+        "torch": torch.__version__,
+        "fxshard": fxshard.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    rows = []
+    for row in results(args):
+        rows.append(row)
+        if dist.get_rank() == 0:
+            print(json.dumps(row), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
