@@ -158,9 +158,10 @@ def exchange(
         store.wait(keys, timedelta(seconds=timeout_s))
     except Exception as error:
         silent = [place for place, key in enumerate(keys) if not _is_there(key)]
-        who = "ranks" if len(silent) > 1 else "rank"
-        msg = f"{who} {', '.join(map(str, silent))} of the mesh {absent.format(f'{timeout_s:.0f}')}"
-        raise RankMismatchError(msg) from error
+        if silent:  # else the last one came meanwhile
+            who = "ranks" if len(silent) > 1 else "rank"
+            msg = f"{who} {', '.join(map(str, silent))} of the mesh {absent.format(f'{timeout_s:.0f}')}"
+            raise RankMismatchError(msg) from error
     answers = [json.loads(answer) for answer in store.multi_get(keys)]
     *read, _ = _posted[ranks]
     for key in read:

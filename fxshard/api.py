@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard._torch import unsynchronised_batch_norms
 from fxshard.agreement import announce_failure
-from fxshard.backend import check_choices, split_dims_of
-from fxshard.backend import fxshard as backend
+from fxshard.backend import check_choices, compile_graph, split_dims_of
 from fxshard.batch_norms import batch_norms
 from fxshard.dynamo import capturing, counted, not_captured
 from fxshard.errors import PlanError
@@ -67,7 +66,7 @@ def transform(  # noqa: PLR0913  options, by keyword
             part is that part of the whole's gradient.  A ``DTensor`` on ``mesh`` is taken as what it is either way.
             Parts may have other shapes on every call, so every call tells them to the other ranks through the process
             group's store: 0.2 ms for two ranks, about 1 ms for eight, and processes (not GPUs) wait for the last one,
-            25 s at most.  A ``DTensor`` knows the whole's shape and avoids this.
+            ten minutes at most.  A ``DTensor`` knows the whole's shape and avoids this.
         outputs: "global": whole tensors on every rank.  "local": outputs that the plan leaves split are ``DTensor``
             on ``mesh``; the others are whole.
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB, as in ``DistributedDataParallel``; 0 gives each
@@ -107,11 +106,11 @@ def _runner(options: dict[str, Any], net: torch.nn.Module) -> Callable[[Callable
     options = {name: value for name, value in options.items() if name != "inputs"}
     announce = functools.partial(announce_failure, options["mesh"])
 
-    def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return counted(backend(gm, example_inputs, options=options))
+    def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return counted(compile_graph(gm, example_inputs, options))
 
     def runner(traceable: Callable[..., Any]) -> Callable[..., Any]:
-        compiled = torch.compile(traceable, backend=compile_graph, fullgraph=True, dynamic=False)
+        compiled = torch.compile(traceable, backend=compile_one, fullgraph=True, dynamic=False)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             refuse_tracing(net)

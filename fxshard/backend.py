@@ -63,11 +63,35 @@ def fxshard(
         A callable with the graph's inputs and outputs; it raises a :class:`FxShardError` when it is called where
         compilation failed.
     """
-    try:
-        return _compile(gm, example_inputs, options or {}, unknown)
-    except FxShardError as error:
-        failure = error
+    given = options or {}
+    wrong = [*(k for k in given if k not in OPTIONS), *(k for k, v in unknown.items() if v is not None)]
+    if wrong:
+        msg = f"unknown options {wrong}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
+        return _failing(PlanError(msg))
+    return compile_graph(gm, example_inputs, given, piece=True)
 
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], *, piece: bool = False
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph for this rank of a spatial mesh.
+
+    Args:
+        gm: The graph that Dynamo captured.
+        example_inputs: Its inputs.
+        options: What :func:`fxshard.transform` takes by keyword, except ``inputs``.
+        piece: Whether the graph may be a piece of a model, which need not have an image.
+
+    Returns:
+        As :func:`fxshard`.
+    """
+    try:
+        return _compile(gm, example_inputs, options, piece=piece)
+    except FxShardError as error:
+        return _failing(error)
+
+
+def _failing(failure: FxShardError) -> Callable[..., Any]:
     def fail(*_: Any) -> Any:
         raise failure
 
@@ -75,12 +99,8 @@ def fxshard(
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], unknown: dict[str, object]
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], *, piece: bool
 ) -> Callable[..., Any]:
-    wrong = [*(k for k in options if k not in OPTIONS), *(k for k, v in unknown.items() if v is not None)]
-    if wrong:
-        msg = f"unknown options {wrong}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
-        raise PlanError(msg)
     check_choices(options)
     mesh = options.get("mesh")
     mesh = default_mesh() if mesh is None else mesh
@@ -92,7 +112,9 @@ def _compile(
     try:
         parts = _parts(example_inputs)
         config = dataclasses.replace(
-            make_config(mesh, options), parts=tuple((number, part.layout) for number, part in parts.items())
+            make_config(mesh, options),
+            parts=tuple((number, part.layout) for number, part in parts.items()),
+            piece=piece,
         )
         wholes = [whole_example(parts[i], mode) if i in parts else v for i, v in enumerate(example_inputs)]
         graph = planned(gm, wholes, config=config)

@@ -231,13 +231,15 @@ class Entrance:
         assert self.dims is not None
         everyone: list[Sequence[Shape] | None] = [shapes]
         if mesh.size() > 1:
-            said = agreement.exchange(mesh, {PARTS: json.dumps(shapes)}, absent=NOT_CALLED)
+            said = agreement.exchange(mesh, {PARTS: json.dumps(shapes)}, PATIENCE_S, NOT_CALLED)
             agreement.check_failures(said)
             everyone = [json.loads(d[PARTS]) if PARTS in d else None for d in said]
         return _wholes(tuple(s and tuple(map(tuple, s)) for s in everyone), tuple(mesh.mesh.shape), self.dims)
 
 
 PARTS = "shapes of local inputs"
+PATIENCE_S = 600.0
+"""How long ranks wait for one another between steps, as in a collective of NCCL: one of them may write a checkpoint."""
 NOT_CALLED = (
     "did not call the model within {} s: with inputs='local' the ranks tell one another the shapes of their parts on "
     "every call; it raised before, ran out of batches, or does work of its own between two steps: end such work with "

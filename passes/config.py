@@ -25,6 +25,7 @@ class Config:
         rng: "match": draws equal the untouched model's in eager mode; "counter": each rank makes its part.
         parts: The layout of each graph input of which a rank passes its part, by the input's number.
         local_outputs: Whether outputs that are split leave the graph split.
+        piece: Whether the graph may be a piece of a model, which need not have an image.
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB.
         reduce_dtype: What gradients are summed in; None for each parameter's own type.
     """
@@ -36,5 +37,6 @@ class Config:
     rng: str = "match"
     parts: tuple[tuple[int, Layout], ...] = ()
     local_outputs: bool = False
+    piece: bool = False
     bucket_cap_mb: float = 25.0
     reduce_dtype: torch.dtype | None = None

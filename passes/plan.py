@@ -119,7 +119,7 @@ def _check_dims(gm: fx.GraphModule, config: Config) -> None:
         PlanError: They do not, or there is no such input.
     """
     images, most = _image_inputs(gm), max(config.dims or (), default=-1)
-    if most < 0 or config.parts:
+    if most < 0 or config.parts or (config.piece and not images):
         return
     if not images:
         found = ", ".join(_described(tensor_value(n)) for n in _user_inputs(gm)) or "none"
@@ -145,7 +145,7 @@ def why_not_split(gm: fx.GraphModule, config: Config) -> dict[fx.Node, str]:
     images, axes = _image_inputs(gm), zip(split_dims(gm, config), config.mesh_shape, strict=True)
     if config.parts:
         return {}
-    if not images and config.dims is None:
+    if not images and (config.dims is None or config.piece):
         reason = f"no input is floating with {LEAST_DIMENSIONS} or more dimensions, nothing is split"
         return dict.fromkeys(_user_inputs(gm), reason)
     reasons = []

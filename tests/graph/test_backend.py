@@ -33,11 +33,11 @@ def test_bad_options_are_refused_when_the_graph_is_called(options: dict[str, Any
 def test_a_model_of_torch_nn_alone_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[fx.GraphModule] = []
 
-    def observe(gm: fx.GraphModule, _inputs: object, **_: object) -> Callable[..., Any]:
+    def observe(gm: fx.GraphModule, *_: object) -> Callable[..., Any]:
         seen.append(gm)
         return gm.forward
 
-    monkeypatch.setattr("fxshard.api.backend", observe)
+    monkeypatch.setattr("fxshard.api.compile_graph", observe)
     transform(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))(torch.zeros(1, 3, 8, 8))
     transform(nn.Conv2d(3, 4, 3))(torch.zeros(1, 3, 8, 8))
     assert len(seen) == 2

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fxshard import agreement
+from fxshard import agreement, local_io
 from fxshard._torch import _get_default_store
 from fxshard.api import transform
 from fxshard.errors import FxShardError, PlanError
@@ -213,7 +213,7 @@ def absent_rank(rank: int) -> tuple[str, str]:
     net(part)
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(agreement, "TIMEOUT_S", 1.0)
+            patch.setattr(local_io, "PATIENCE_S", 1.0)
             try:
                 net(part)
             except FxShardError as error:

@@ -203,7 +203,7 @@ NARROW: dict[str, tuple[Callable[[], list[nn.Module]], int, int, bool]] = {
     "two-columns-of-three": (lambda: [nn.Conv2d(4, 4, 3, padding=1), nn.MaxPool2d(3, 2, 1)], 5, 3, False),
     "deepest-map-of-one": (_narrowing, 9, 3, True),
     "deepest-map-of-two": (lambda: [nn.MaxPool2d((1, 4)), nn.Conv2d(4, 4, 7, padding=3), nn.ReLU()], 11, 4, True),
-    "image-narrower-than-ranks": (lambda: [nn.Conv2d(4, 4, 3, padding=1)], 3, 4, False),
+    "image-narrower-than-ranks": (lambda: [nn.Conv2d(4, 4, 3, padding=1)], 3, 4, True),
 }
 
 
