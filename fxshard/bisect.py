@@ -24,6 +24,7 @@ from fxshard import backend
 from fxshard.compare import VANISHING_SCALE, transformed
 from fxshard.layout import Layout, Partial, Shard
 from fxshard.passes.capture import KEY, SOURCE, Captured
+from fxshard.passes.hoist_sums import TERM
 from fxshard.passes.pipeline import run_pass
 from fxshard.passes.rewrite import VALUES
 from fxshard.passes.wrap_gradients import wrap_gradients
@@ -160,8 +161,9 @@ def _first_difference(
             culprit = _compared(node, "value", _own(value, layout, config), part, 0.0)
             if culprit:
                 return culprit
+    terms = {n.name for n in local.graph.nodes if TERM in n.meta}  # compared where they are summed: at the input
     for node, value, part, layout in reversed(pairs):
-        if value.grad is not None:
+        if value.grad is not None and local.meta[VALUES][node.name] not in terms:
             found = torch.zeros_like(part) if part.grad is None else part.grad
             culprit = _compared(node, "gradient", _own(value.grad, layout, config), found, largest)
             if culprit:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-_ROOT = re.compile(r"^L\['\w+'\](\.__self__)?\.?")
+_ROOT = re.compile(r"^L\['\w+'\](\.forward)?(\.__self__)?\.?")
 """How Dynamo names the module that is called."""
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n *(?P<code>.+)', re.MULTILINE)
 

@@ -21,6 +21,8 @@ from fxshard.provenance import is_communication
 from fxshard.values import is_tensor, tensor_value
 
 SUM = torch.ops.fxshard.sum_gradient.default
+TERM = "fxshard_term"
+"""The metadata key of a node that a sum was moved away from: its gradient is this rank's term, not the whole."""
 
 
 def hoist_sums(gm: fx.GraphModule) -> fx.GraphModule:
@@ -56,6 +58,7 @@ def _hoisted(summed: fx.Node) -> fx.Node | None:
         user.replace_all_uses_with(computed)
         computed.graph.erase_node(user)
     computed.replace_input_with(read, made)
+    computed.meta[TERM] = True
     return made
 
 

@@ -81,7 +81,7 @@ def test_a_draw_is_that_of_one_device(pool: RankPool, name: str) -> None:
     assert_exact(pool, Case(partial(build, name)), gathers=None)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["encoder", "rrelu"])
 def test_a_draw_under_other_backends(pool: RankPool, name: str, backend: str) -> None:
     assert_exact(pool, Case(partial(build, name), inner_backend=backend), gathers=None)

@@ -88,7 +88,7 @@ def test_memory_is_read_as_on_one_device(pool: RankPool, name: str, mesh: tuple[
     assert_exact(pool, Case(partial(build, name), tuple(Shard(d) for d in dims), shape, steps=1), gathers=True)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", ["windows", "transposed", "written"])
 def test_memory_under_other_backends(pool: RankPool, name: str, backend: str) -> None:
     assert_exact(pool, Case(partial(build, name, True), inner_backend=backend, steps=1), gathers=True)
