@@ -30,6 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from datetime import timedelta
 
 get_data: Callable[[torch.Tensor], torch.Tensor] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 """The node target of ``x.data`` in a Dynamo graph."""
@@ -54,6 +55,7 @@ __all__ = [
     "autograd_function_apply",  # what Dynamo makes of a torch.autograd.Function
     "cache_key_tagged",
     "dead_draws_kept",
+    "default_group_timeout",
     "detect_fake_mode",  # Dynamo's mode has to be reused, two modes do not mix
     "get_data",
     "get_torch_obj_rule_map",  # Dynamo's rules for torch's functions, by identity: built before one is replaced
@@ -99,6 +101,15 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     """Return whether an operator is made of others on every device, gradient and all."""
     key = "CompositeImplicitAutograd"
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def default_group_timeout() -> timedelta | None:
+    """Return how long a collective of the default group waits, which its user chose; None where it does not say."""
+    group = torch.distributed.group.WORLD
+    device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
+    options = getattr(group._get_backend(device), "options", None) if group is not None else None
+    found: timedelta | None = getattr(options, "_timeout", None)
+    return found
 
 
 def group_exists(name: str) -> bool:

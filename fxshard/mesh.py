@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fxshard._torch import group_exists
+from fxshard._torch import default_group_timeout, group_exists
 
 AXIS = "spatial"
 _summing: list[str] = []
@@ -58,7 +58,7 @@ def summing_groups(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[str, ...]:
     if not covers_world or (mesh.ndim == 1 and mesh.device_type == "cpu") or dist.get_backend() == "fake":
         return names
     if not (_summing and group_exists(_summing[0])):
-        made = dist.new_group(group_desc="fxshard gradient sums")
+        made = dist.new_group(timeout=default_group_timeout(), group_desc="fxshard gradient sums")
         assert isinstance(made, dist.ProcessGroup), "every rank is in it"
         _summing[:] = [made.group_name]
     return (_summing[0],)

@@ -163,9 +163,11 @@ def _tidy(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:  # what .to() checks of its global input
             graph.erase_node(node)
-        elif node.target is torch.ops.aten.clone.default and node.args[0].target is torch.ops.aten.dropout.default:
-            node.replace_all_uses_with(node.args[0])  # a copy to write to (fxshard.passes.spelled_out)
-            graph.erase_node(node)
+        elif node.target is torch.ops.aten.clone.default and not node.kwargs:
+            (copied,) = node.args
+            if copied.target is torch.ops.aten.dropout.default:  # a copy to write to (fxshard.passes.spelled_out)
+                node.replace_all_uses_with(copied)
+                graph.erase_node(node)
 
 
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:

@@ -78,22 +78,22 @@ def _embedding(
     input: Tensor, weight: Tensor, padding_idx: int | None = None, max_norm: float | None = None, *args: Any, **kw: Any
 ) -> Tensor:
     """Return ``torch.nn.functional.embedding``'s result of the renormalised table."""
-    if max_norm is not None:
-        weight = _renormed(weight, input, max_norm, *args[:1], **{k: v for k, v in kw.items() if k == "norm_type"})
-    return F.embedding(input, weight, padding_idx, None, *args, **kw)
+    return F.embedding(input, _renormed(weight, input, max_norm, *args, **kw), padding_idx, None, *args, **kw)
 
 
 def _embedding_bag(
     input: Tensor, weight: Tensor, offsets: Tensor | None = None, max_norm: float | None = None, *args: Any, **kw: Any
 ) -> Tensor:
     """Return ``torch.nn.functional.embedding_bag``'s result of the renormalised table."""
-    if max_norm is not None:
-        weight = _renormed(weight, input, max_norm, *args[:1], **{k: v for k, v in kw.items() if k == "norm_type"})
-    return F.embedding_bag(input, weight, offsets, None, *args, **kw)
+    return F.embedding_bag(input, _renormed(weight, input, max_norm, *args, **kw), offsets, None, *args, **kw)
 
 
-def _renormed(weight: Tensor, input: Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Shorten the rows of ``weight`` that ``input`` names and return it; autograd does not see it."""
+def _renormed(
+    weight: Tensor, input: Tensor, max_norm: float | None, norm_type: float = 2.0, *_: Any, **__: Any
+) -> Tensor:
+    """Shorten the rows of ``weight`` that ``input`` names, if there is a limit; autograd does not see it."""
+    if max_norm is None:
+        return weight
     old = weight.clone()
     with torch.no_grad():
         torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)

@@ -257,6 +257,30 @@ def test_a_model_that_torch_compile_breaks_into_pieces_stays_exact(pool: RankPoo
         assert found.exact(), str(found)
 
 
+class Pooled(nn.Module):
+    """Code that depends on the data, and then a piece without an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x).mean((2, 3))
+        if y.mean() > 0:
+            y = y * 2
+        z: Tensor = self.head(y)
+        return z
+
+
+def build_pooled() -> tuple[nn.Module, tuple[Tensor]]:
+    return Pooled(), (torch.randn(1, 3, 8, 16),)
+
+
+def test_a_piece_without_an_image_runs_whole(pool: RankPool) -> None:
+    for found in pool.run(compare_pieces, Case(build_pooled), ranks=RANKS):
+        assert found.exact(), str(found)
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

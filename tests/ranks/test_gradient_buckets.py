@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxshard import backend
 from fxshard.api import transform
 from fxshard.compare import Case, transformed
 from fxshard.errors import PlanError
+from fxshard.ops import Traffic
+from fxshard.report import describe
 from fxshard.trace import build_model, cotangent_loss
 from tests.ranks.checks import assert_exact
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fxshard.workers import RankPool
 
 MEGABYTE = 2**20
@@ -94,19 +99,49 @@ def test_gradients_are_summed_in_the_type_that_is_asked_for(pool: RankPool) -> N
     case = Case(chain, options={"reduce_dtype": torch.float32})
     for _, sent, parameters in pool.run(run_backward, case, ranks=2):
         assert sent == [(torch.float32, parameters // 2)]
-    for error in pool.run(largest_error, case, ranks=2):
-        assert 1e-12 < error < 1e-5  # float32's rounding, in a float64 model
+    for of_image, of_parameters in pool.run(largest_errors, case, ranks=2):
+        assert of_image < 1e-12  # not summed
+        assert 1e-12 < of_parameters < 1e-5  # float32's rounding, in a float64 model
 
 
-def largest_error(rank: int, case: Case) -> float:
-    """Return how far the gradients of a transformed model are from the untouched one's (in a rank process)."""
+def largest_errors(rank: int, case: Case) -> tuple[float, float]:
+    """Return how far the image's and the parameters' gradients are from the untouched model's (in a rank process)."""
     model, inputs = build_model(case)
-    cotangent_loss(model(*inputs)).backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    cotangent_loss(transformed(model, case)(*inputs)).backward()
-    pairs = [(e, p.grad) for e, p in zip(expected, model.parameters(), strict=True)]
-    return max(float((e - g).abs().max() / e.abs().max()) for e, g in pairs if e is not None and g is not None)
+    assert isinstance(inputs, tuple)
+    return errors(model, transformed(model, case), inputs[0])
+
+
+def errors(model: nn.Module, net: Callable[[Tensor], Tensor], image: Tensor) -> tuple[float, float]:
+    """Return the largest relative errors of the image's and the parameters' gradients; ``net`` shares the latter."""
+    found = []
+    for call in (model, net):
+        model.zero_grad()
+        leaf = image.detach().clone().requires_grad_()
+        cotangent_loss(call(leaf)).backward()
+        found.append([leaf.grad, *(p.grad for p in model.parameters())])
+    of = [float((e - g).abs().max() / e.abs().max()) for e, g in zip(*found, strict=True)]  # none may be missing
+    return of[0], max(of[1:])
+
+
+def predicted(rank: int, case: Case) -> Traffic:
+    """Return what the report says that gradients send (in a rank process)."""
+    found: list[Traffic] = []
+    observe = lambda *graphs: found.append(describe(*graphs).total.backward["gradient"])  # noqa: E731
+    backend.on_compiled.append(observe)
+    try:
+        model, inputs = build_model(case)
+        transformed(model, case)(*inputs)
+    finally:
+        backend.on_compiled.remove(observe)
+    return found[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.001}, {"reduce_dtype": torch.float32}], ids=str)
+def test_the_report_says_what_is_sent(pool: RankPool, options: dict[str, Any]) -> None:
+    case = Case(chain, (Shard(2), Shard(3)), (2, 2), options=options)
+    measured = [sent for _, sent, _ in pool.run(run_backward, case, ranks=4)]
+    for report, sent in zip(pool.run(predicted, case, ranks=4), measured, strict=True):
+        assert report == Traffic(len(sent), sum(size for _, size in sent))
 
 
 class Heads(nn.Module):
@@ -167,15 +202,11 @@ class Twice(nn.Module):
 
 def outside(rank: int, case: Case) -> float:
     """Return the error of gradients where the transformed network is called twice before the backward."""
-    model, (x,) = build_model(case)
+    model, inputs = build_model(case)
     assert isinstance(model, Twice)
-    cotangent_loss(model(x)).backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
+    assert isinstance(inputs, tuple)
     net = transformed(model.net, case)
-    cotangent_loss(net(net(x).tanh())).backward()
-    pairs = [(e, p.grad) for e, p in zip(expected, model.parameters(), strict=True)]
-    return max(float((e - g).abs().max() / e.abs().max()) for e, g in pairs if e is not None and g is not None)
+    return max(errors(model, lambda x: net(net(x).tanh()), inputs[0]))
 
 
 def twice() -> tuple[nn.Module, tuple[Tensor]]:
