@@ -1,52 +1,48 @@
 """Ranks compare what they are about to run before they run it.
 
-Every rank posts a small description to the store that started the process group and reads the others'.
-No collective is used: ranks that disagree must end in an error, not in a collective that waits.
+Every rank says in a few words what it is about to compile, at a compilation, and what it is about to run, at each call
+(:mod:`fxshard.meeting`).  Ranks that disagree end in an error on each of them, not in a collective that waits.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from fxshard._torch import FakeTensor, WeakTensorKeyDictionary, _get_default_store
+from fxshard._torch import FakeTensor, WeakTensorKeyDictionary, default_group_timeout
 from fxshard.errors import RankMismatchError
+from fxshard.meeting import Meeting, digest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("fxshard")
-TIMEOUT_S = 25.0
+TIMEOUT_S = 20.0
 """How long ranks wait for one another, and twice the time that this rank needed: a loaded machine is slow for all."""
 NOT_COMPILED = (
     "did not compile this graph within {} s: it raised before, or it was given another input shape, mode (train/eval) "
     "or model; every rank of a spatial mesh runs the same program"
 )
-FAILED = "failed"
+DEFAULT_PATIENCE_S = 1800.0
+"""Where the default process group has no timeout of its own."""
+NOT_CALLED = (
+    "did not call the model within {} s; at every call the ranks compare what they run: it raised before, ran out of "
+    "batches, or does work of its own between two steps: end such work with torch.distributed.barrier()"
+)
+FAILED, WORK = "failed", "work"
+"""Names of what ranks say: why one cannot go on, and what it is about to do."""
 WORDS_AT_A_TIME = 2**20
 MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 """SplitMix64's increment and first multiplier, as signed integers."""
 DIMENSIONS = ("dim", "from_dim", "to_dim")
 """How the schemas of collectives name dimensions."""
-_rounds: dict[tuple[int, ...], int] = {}
-_posted: dict[tuple[int, ...], list[str]] = {}
-"""The keys of this rank's words that may still be in the store, by the ranks of the mesh."""
 _seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def digest(parts: Iterable[object]) -> str:
-    """Return a short hash of the parts' text."""
-    joined = "\n".join(map(str, parts))
-    return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -120,65 +116,64 @@ def _geometry(collective: fx.Node) -> list[object]:
     return [a for schema, a in named if isinstance(a, (list, str, float)) or schema.name in DIMENSIONS]
 
 
-def agree(mesh: DeviceMesh, description: dict[str, str], spent_s: float = 0.0) -> None:
-    """Compare ``description`` on all ranks of ``mesh``.
+def agree(mesh: DeviceMesh, words: dict[str, str], spent_s: float = 0.0) -> None:
+    """Compare on all ranks of ``mesh`` what each is about to compile.
 
     Args:
         mesh: The spatial mesh.
-        description: What has to be equal: a name and a value for each thing.  A rank that failed before
-            posts its message under ``"failed"``.
+        words: What has to be equal: a name and a value for each thing.  A rank that failed before posts its message
+            under ``"failed"``.
         spent_s: Seconds that this rank needed to get here since it began to compile.
 
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
-    _raise_on_difference(exchange(mesh, description, TIMEOUT_S + 2 * spent_s))
+    said = _said(Meeting(mesh, words), TIMEOUT_S + 2 * spent_s, NOT_COMPILED)
+    if not all(FAILED in d for d in said):  # else each rank raises its own error
+        check_same(said)
 
 
-def exchange(
-    mesh: DeviceMesh, said: dict[str, str], timeout_s: float | None = None, absent: str = NOT_COMPILED
-) -> list[dict[str, str]]:
-    """Return what each rank of ``mesh`` says, in the mesh's order.
-
-    The store keeps the last two things that a rank said: whoever says the next has read those before it.
+def agree_to_run(mesh: DeviceMesh, words: dict[str, str]) -> None:
+    """Compare on all ranks of ``mesh`` what each is about to run.
 
     Args:
         mesh: The spatial mesh.
-        said: What this rank says.
-        timeout_s: How long to wait for the ranks, in seconds; None is ``TIMEOUT_S``.
-        absent: What is said of a rank that does not come: what it did not do, with ``{}`` for the seconds.
+        words: As for :func:`agree`, where another rank may be.
 
     Raises:
-        RankMismatchError: A rank did not come.
+        RankMismatchError: A rank differs, failed, or did not come.
     """
-    ranks, prefix = _ranks(mesh), _post(mesh, said)
-    timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
-    store, keys = _get_default_store(), [f"{prefix}/{place}" for place in range(len(ranks))]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except Exception as error:
-        silent = [place for place, key in enumerate(keys) if not _is_there(key)]
-        if silent:  # else the last one came meanwhile
-            who = "ranks" if len(silent) > 1 else "rank"
-            msg = f"{who} {', '.join(map(str, silent))} of the mesh {absent.format(f'{timeout_s:.0f}')}"
-            raise RankMismatchError(msg) from error
-    answers = [json.loads(answer) for answer in store.multi_get(keys)]
-    *read, _ = _posted[ranks]
-    for key in read:
-        store.delete_key(key)
-    del _posted[ranks][:-1]
-    return answers
+    check_same(_said(Meeting(mesh, words), patience_s(), NOT_CALLED))
 
 
-def _is_there(key: str) -> bool:
-    try:
-        return bool(_get_default_store().check([key]))
-    except RuntimeError:  # the store went with the rank that holds it
-        return False
+def exchange(mesh: DeviceMesh, words: dict[str, str]) -> list[dict[str, str]]:
+    """Return what each rank of ``mesh`` says at a call, in the mesh's order.
+
+    Args:
+        mesh: The spatial mesh.
+        words: What this rank says; every rank says something under the same names.
+
+    Raises:
+        RankMismatchError: A rank came with something else, failed, or did not come.
+    """
+    meeting = Meeting(mesh, {WORK: f"{', '.join(words)} to tell"})
+    check_same(_said(meeting, patience_s(), NOT_CALLED))
+    told = meeting.told(words, TIMEOUT_S)
+    silent = [place for place, answer in enumerate(told) if not answer]
+    if silent:
+        msg = f"ranks {silent} of the mesh came, and ended before they told their {', '.join(words)}"
+        raise RankMismatchError(msg)
+    return told
+
+
+def patience_s() -> float:
+    """Return how long ranks wait for one another at a call, in seconds: as long as in a collective."""
+    timeout = default_group_timeout()
+    return DEFAULT_PATIENCE_S if timeout is None else timeout.total_seconds()
 
 
 def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
-    """Tell ranks that wait for this one to compile that it failed before it came so far.
+    """Tell ranks that wait for this one, to compile or to run, that it failed before it came so far.
 
     This takes the place of the comparison that they wait for: the next one is another.
 
@@ -189,24 +184,33 @@ def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
     if not dist.is_initialized():
         return
     try:
-        _post(mesh, {FAILED: message})
+        Meeting(mesh, {FAILED: message}).leave()
     except RuntimeError as error:  # the store went with the rank that holds it; the caller raises what happened first
         log.warning("the other ranks could not be told of %r: %s", message, error)
 
 
-def _ranks(mesh: DeviceMesh | None) -> tuple[int, ...]:
-    return tuple(range(dist.get_world_size()) if mesh is None else (int(r) for r in mesh.mesh.flatten()))
+def _said(meeting: Meeting, timeout_s: float, absent: str) -> list[dict[str, str]]:
+    """Return the words of the ranks that came, in the mesh's order; none where all came with the same.
 
-
-def _post(mesh: DeviceMesh | None, description: dict[str, str]) -> str:
-    """Post a description for this comparison and go on to the next; return its key without the rank."""
-    ranks = _ranks(mesh)
-    prefix = f"fxshard/{'-'.join(map(str, ranks))}/{_rounds.get(ranks, 0)}"
-    me = ranks.index(dist.get_rank() if mesh is None else mesh.get_rank())
-    _get_default_store().set(f"{prefix}/{me}", json.dumps(description))
-    _posted.setdefault(ranks, []).append(f"{prefix}/{me}")
-    _rounds[ranks] = _rounds.get(ranks, 0) + 1
-    return prefix
+    Raises:
+        RankMismatchError: A rank did not come in time, and those that did agree.
+    """
+    absent = absent.format(f"{timeout_s:.0f}")
+    try:
+        said = meeting.differing(timeout_s)
+    except RuntimeError as error:
+        msg = f"the rank that keeps the store of the process group ended, or {absent}"
+        raise RankMismatchError(msg) from error
+    if said is None:
+        return []
+    silent = [str(place) for place, words in enumerate(said) if not words]
+    if any(words not in ({}, meeting.words) for words in said) or FAILED in meeting.words:
+        return said
+    if not silent:
+        msg = f"the other ranks gave up waiting for this one before it came: it {absent}"
+        raise RankMismatchError(msg)
+    msg = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} of the mesh {absent}"
+    raise RankMismatchError(msg)
 
 
 def check_failures(said: Sequence[dict[str, Any]]) -> None:
@@ -222,15 +226,21 @@ def check_failures(said: Sequence[dict[str, Any]]) -> None:
         raise RankMismatchError(msg)
 
 
-def _raise_on_difference(said: Sequence[dict[str, Any]]) -> None:
-    if all(FAILED in d for d in said):
-        return  # each rank raises its own error
+def check_same(said: Sequence[dict[str, str]]) -> None:
+    """Compare what ranks say under the same names.
+
+    Args:
+        said: Each rank's words, empty of one that did not come.
+
+    Raises:
+        RankMismatchError: Some failed, or differ.
+    """
     check_failures(said)
     lines = []
-    for name in said[0]:
-        values = [d.get(name) for d in said]
-        if any(v != values[0] for v in values):
-            lines.append(f"  {name}: " + ", ".join(f"rank {r} has {v}" for r, v in enumerate(values)))
+    for name in dict.fromkeys(name for words in said for name in words):
+        values = {rank: words[name] for rank, words in enumerate(said) if name in words}
+        if len(set(values.values())) > 1:
+            lines.append(f"  {name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in values.items()))
     if lines:
         remedy = "give every rank of the spatial mesh the same model, parameters, seed, batch and options"
         raise RankMismatchError("the ranks disagree:\n" + "\n".join(lines) + f"\n{remedy}")

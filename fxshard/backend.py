@@ -21,6 +21,7 @@ from fxshard._torch import FakeTensorMode, dead_draws_kept, detect_fake_mode, lo
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
 from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
+from fxshard.meeting import digest
 from fxshard.mesh import default_mesh, summing_groups
 from fxshard.ops.memory import memory_order
 from fxshard.passes.capture import KEY, Captured
@@ -29,6 +30,7 @@ from fxshard.passes.lower import lower
 from fxshard.passes.pipeline import executable, localized, planned
 from fxshard.passes.replace_random import has_random
 from fxshard.passes.rewrite import OUTPUTS
+from fxshard.provenance import is_communication
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -124,14 +126,14 @@ def _compile(
     except FxShardError as error:
         agreement.agree(mesh, {agreement.FAILED: str(error)}, time.monotonic() - started)
         raise
-    agreement.agree(mesh, description, time.monotonic() - started)
+    agreement.agree(mesh, {agreement.WORK: "a graph to compile", **description}, time.monotonic() - started)
     log.info("compiled %d global nodes to %d local ones", len(graph.graph.nodes), len(local.graph.nodes))
     for observe in on_compiled:
         observe(graph, local, config)
     examples = [part_example(parts[i], mode) if i in parts else v for i, v in enumerate(example_inputs)]
     groups = functools.partial(summing_groups, mesh)
     compiled = lower(executable(local, config=config, groups=groups), examples, config=config)
-    run = with_local_io(compiled, list(parts), mesh, local.meta[OUTPUTS])
+    run = _agreeing(with_local_io(compiled, list(parts), mesh, local.meta[OUTPUTS]), mesh, local, description)
     return _watched(run, graph, local, config) if on_first_call else run
 
 
@@ -150,6 +152,21 @@ def _needs_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: Devic
     except FxShardError as error:
         log.warning("whether its draws are those of eager mode is not known of a model that one rank runs: %s", error)
         return False
+
+
+def _agreeing(
+    run: Callable[..., Any], mesh: DeviceMesh, local: fx.GraphModule, description: dict[str, str]
+) -> Callable[..., Any]:
+    """Return ``run`` behind a comparison of the ranks, where it has collectives in which they could wait for ever."""
+    if not any(map(is_communication, local.graph.nodes)):
+        return run
+    words = {agreement.WORK: "a compiled graph to run", **{name: description[name] for name in RUNS}}
+
+    def agreeing(*inputs: Any) -> Any:
+        agreement.agree_to_run(mesh, words)
+        return run(*inputs)
+
+    return agreeing
 
 
 def _watched(
@@ -261,12 +278,16 @@ def _description(
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
         "captured graph": agreement.graph_digest(graph),
         "parameter and buffer values": agreement.values_digest(state) if compared else "compared before",
-        "memory formats": agreement.digest(_memory_orders(captured, example_inputs, config)),
+        "memory formats": digest(_memory_orders(captured, example_inputs, config)),
         "input values": agreement.values_digest(given) if compared else "not compared again",
         "sequence of collectives": agreement.collectives_digest(local),
         "generator state": _generator_digest(graph),
         "torch": torch.__version__,
     }
+
+
+RUNS = ("options", "input shapes", "captured graph", "sequence of collectives")
+"""What is compared at each call; the rest was when the graph was compiled."""
 
 
 def _memory_orders(captured: Captured, example_inputs: Sequence[Any], config: Config) -> list[tuple[int, ...]]:

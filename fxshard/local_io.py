@@ -229,31 +229,22 @@ class Entrance:
         """Return the global shape and the layout of each part, from what all ranks pass."""
         mesh = self.mesh()
         assert self.dims is not None
-        everyone: list[Sequence[Shape] | None] = [shapes]
+        everyone: list[Sequence[Shape]] = [shapes]
         if mesh.size() > 1:
-            said = agreement.exchange(mesh, {PARTS: json.dumps(shapes)}, PATIENCE_S, NOT_CALLED)
-            agreement.check_failures(said)
-            everyone = [json.loads(d[PARTS]) if PARTS in d else None for d in said]
-        return _wholes(tuple(s and tuple(map(tuple, s)) for s in everyone), tuple(mesh.mesh.shape), self.dims)
+            everyone = [json.loads(said[PARTS]) for said in agreement.exchange(mesh, {PARTS: json.dumps(shapes)})]
+        return _wholes(tuple(tuple(map(tuple, s)) for s in everyone), tuple(mesh.mesh.shape), self.dims)
 
 
 PARTS = "shapes of local inputs"
-PATIENCE_S = 600.0
-"""How long ranks wait for one another between steps, as in a collective of NCCL: one of them may write a checkpoint."""
-NOT_CALLED = (
-    "did not call the model within {} s: with inputs='local' the ranks tell one another the shapes of their parts on "
-    "every call; it raised before, ran out of batches, or does work of its own between two steps: end such work with "
-    "torch.distributed.barrier(), or pass DTensors, of which nothing has to be told"
-)
 
 
 @functools.lru_cache(maxsize=256)
 def _wholes(
-    everyone: tuple[tuple[Shape, ...] | None, ...], mesh_shape: Shape, dims: Shape
+    everyone: tuple[tuple[Shape, ...], ...], mesh_shape: Shape, dims: Shape
 ) -> tuple[tuple[Shape, Layout], ...]:
     """Return the shape and the layout of what is made of the ranks' parts, for each of their inputs."""
-    count = max(len(s or ()) for s in everyone)
-    given = [(*(s or ()), *[None] * count)[:count] for s in everyone]
+    count = max(len(s) for s in everyone)
+    given = [(*s, *[None] * count)[:count] for s in everyone]
     return tuple(whole(parts, mesh_shape, dims) for parts in zip(*given, strict=True))
 
 

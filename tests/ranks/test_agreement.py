@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.distributed.tensor import Shard
 
+from fxshard import agreement
 from fxshard.api import transform
 from fxshard.compare import Case, Difference, compare_models
 from fxshard.errors import FxShardError
@@ -237,6 +239,65 @@ def run_in_eager_mode(rank: int) -> Outcome:
 def test_a_model_that_dynamo_leaves_alone_is_refused(pool: RankPool) -> None:
     for found in pool.run(run_in_eager_mode, ranks=2):
         assert "ran without being captured" in found.text
+
+
+def call_in_turn(rank: int, way: str, programs: list[list[str]]) -> list[Outcome]:
+    """Make this rank's calls of a model that was called before (in a rank process)."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Net(rate=0.5)
+    net: Any = WAYS[way](model, {"mesh": mesh((RANKS,)), "placements": [Shard(3)], "inner_backend": "eager"})
+    calls: dict[str, Callable[[], Any]] = {
+        "train": lambda: net.train()(torch.zeros(2, 3, 8, 16)),
+        "eval": lambda: net.eval()(torch.zeros(2, 3, 8, 16)),
+        "smaller batch": lambda: net.train()(torch.zeros(1, 3, 8, 16)),
+        "nothing": lambda: None,
+    }
+    calls["train"]()
+    calls["eval"]()
+    found = [outcome(calls[name]) for name in programs[rank]]
+    dist.barrier(mesh((RANKS,)).get_group())  # nobody is in a collective of the model
+    return [*found, outcome(calls["train"])]
+
+
+# id: what each rank calls after all have called the same, and what each is told
+LATER: dict[str, tuple[tuple[str, str], list[str]]] = {
+    "a-smaller-batch": (
+        ("train", "smaller batch"),
+        ["work: rank 0 has a compiled graph to run, rank 1 has a graph to compile", "input shapes: rank 0 has [(2, 3"],
+    ),
+    "another-mode": (("train", "eval"), ["captured graph: rank 0 has "]),
+    "the-other-order": (("eval", "smaller batch"), ["captured graph: rank 0 has ", "input shapes: rank 0 has [(2, 3"]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LATER)
+def test_ranks_that_part_later_are_told_and_go_on(pool: RankPool, name: str, way: str) -> None:
+    (first, second), lines = LATER[name]
+    for found, after in pool.run(call_in_turn, way, [[first], [second]], ranks=RANKS):
+        assert (found.kind, found.is_ours) == ("RankMismatchError", True), found.text
+        assert [line for line in lines if line not in found.text] == []
+        assert found.seconds < LIMIT_S / 3
+        assert after.text == ""
+
+
+def miss_a_call(rank: int) -> list[Outcome]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "patience_s", lambda: 1.0)
+        return call_in_turn(rank, "transform", [["train"], ["nothing"]])
+
+
+def test_a_rank_that_misses_a_call_is_named_and_told_when_it_comes(pool: RankPool) -> None:
+    first, second = pool.run(miss_a_call, ranks=RANKS)
+    assert first[0].text.startswith("rank 1 of the mesh did not call the model within 1 s; at every call the ranks")
+    assert second[-1].text.startswith("the other ranks gave up waiting for this one before it came")
+    pool.run(leave_a_meeting, ranks=RANKS)  # so that the ranks are in step again
+
+
+def leave_a_meeting(rank: int) -> None:
+    if rank == 1:
+        agreement.announce_failure(mesh((RANKS,)), "it did not come")
 
 
 def build_branch() -> tuple[nn.Module, tuple[Tensor]]:

@@ -9,9 +9,10 @@ A model is named ``SOURCE:NAME``; the source is a library, or the part of one th
     smp:Unet                    the decoders of segmentation-models-pytorch
     monai:UNet                  3-D networks of MONAI
 
-All are untrained and unmodified.  Images are 3 x 3 x height x width, videos 2 x 3 x frames x height x width, volumes
-1 x 1 x depth x half of height x half of width.  Batch norm over pooled pixels gives +1 and -1 for a batch of 2 whatever
-the values are: its gradient all but cancels, and the rounding of the rest is amplified; hence 3 images.
+All are untrained and unmodified; weights that start at zero are drawn, see :func:`build`.  Images are 3 x 3 x height x
+width, videos 2 x 3 x frames x height x width, volumes 1 x 1 x depth x half of height x half of width.  Batch norm over
+pooled pixels gives +1 and -1 for a batch of 2 whatever the values are: its gradient all but cancels, and the rounding
+of the rest is amplified; hence 3 images.
 """
 
 from __future__ import annotations
@@ -175,6 +176,9 @@ def is_3d(name: str) -> bool:
 def build(name: str, size: tuple[int, int]) -> tuple[nn.Module, tuple[torch.Tensor]]:
     """Return an untrained model and an input for it.
 
+    Weights that are zero when the model is made are drawn: no gradient passes a zero weight (the last norm of a branch,
+    a gain, a head), and a wrong one behind it would not show.
+
     Args:
         name: One of :data:`MODELS`, or another model of the same sources.
         size: Height and width in pixels, where the model takes any.
@@ -189,7 +193,15 @@ def build(name: str, size: tuple[int, int]) -> tuple[nn.Module, tuple[torch.Tens
         raise NotInstalledError(msg)
     height, width = fitting_size(name, size)
     net = _BUILDERS[source](model, (height, width))
+    _wake(net)
     return net, (torch.randn(input_shape(name, (height, width))),)
+
+
+@torch.no_grad()
+def _wake(net: nn.Module) -> None:
+    for name, parameter in net.named_parameters():
+        if not name.endswith("bias") and not parameter.any():
+            parameter.normal_(std=0.1)
 
 
 def input_shape(name: str, size: tuple[int, int]) -> tuple[int, ...]:
