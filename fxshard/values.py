@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fxshard.layout import Layout
 
 KEY = "fxshard"
+SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 ORIGIN = "fxshard_origin"
 """The key of a local node's metadata that names the planned node it was emitted for."""
 
@@ -74,6 +75,21 @@ def is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
+def depends_on_data(node: Node) -> bool:
+    """Return whether a size or a number of the value of ``node``, or of what it reads, is known only from the data.
+
+    Args:
+        node: Of any graph.  ``x[x > 0]`` has as many elements as are positive, ``x.max().item()`` is a number.
+    """
+    return any(map(_is_symbolic, (node, *node.all_input_nodes)))
+
+
+def _is_symbolic(node: Node) -> bool:
+    leaves = tree_leaves(node.meta.get("val"))
+    numbers = [n for leaf in leaves for n in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
+    return any(isinstance(number, SYMBOLS) for number in numbers)
+
+
 def passes_gradient(node: Node) -> bool:
     """Return whether a gradient comes through ``node``, given that one of its inputs needs one.
 
@@ -98,7 +114,7 @@ def passes_gradient(node: Node) -> bool:
 def _may_need_gradient(leaf: object) -> bool:
     if isinstance(leaf, torch.Tensor):
         return leaf.is_floating_point() or leaf.is_complex()
-    return not isinstance(leaf, (int, float, complex, str, torch.SymInt, torch.SymFloat, torch.SymBool, type(None)))
+    return not isinstance(leaf, (int, float, complex, str, *SYMBOLS, type(None)))
 
 
 LEAST_DIMENSIONS = 3

@@ -20,7 +20,7 @@ from fxshard.ops.counter import DRAWS as COUNTED
 from fxshard.ops.memory import memory_order
 from fxshard.passes.replace_random import DRAWS, Site, draws, substitute
 from fxshard.rules.call import OpCall
-from fxshard.values import tensor_value
+from fxshard.values import depends_on_data, tensor_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ def count_random(gm: GraphModule) -> GraphModule:
     """
     counting = _Counting()
     for node in list(gm.graph.nodes):
-        call = OpCall(node) if draws(node) else None
+        call = OpCall(node) if draws(node) and not depends_on_data(node) else None
         if call is not None and call.arguments.get("generator") is None:
             results = counting.replacement(Site(call))
             if results is not None:

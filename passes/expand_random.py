@@ -18,6 +18,7 @@ from fxshard._torch import is_composite
 from fxshard.passes.replace_random import draws, is_known_draw
 from fxshard.passes.splice import splice
 from fxshard.rules import Expand, OpCall
+from fxshard.values import depends_on_data
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -33,7 +34,7 @@ def expand_random(gm: GraphModule) -> GraphModule:
         The same graph module, its graph changed.
     """
     for node in list(gm.graph.nodes):
-        if draws(node) and not is_known_draw(node) and is_composite(node.target):
+        if draws(node) and not depends_on_data(node) and not is_known_draw(node) and is_composite(node.target):
             call = OpCall(node)
             splice(gm, call, Expand(call.op))
     return gm

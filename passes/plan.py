@@ -28,6 +28,7 @@ from fxshard.rules.strided import refuse_nested_readers
 from fxshard.values import (
     LEAST_DIMENSIONS,
     NodePlan,
+    depends_on_data,
     image_positions,
     is_tensor,
     plan_of,
@@ -203,7 +204,8 @@ class _Planner:
         return Layout(tuple(axes))
 
     def _visit_call(self, node: fx.Node) -> fx.Node:
-        if isinstance(node.target, torch._ops.OpOverload):
+        data = depends_on_data(node)
+        if isinstance(node.target, torch._ops.OpOverload) and not data:
             return self._visit_operator(node)
         parents = node.all_input_nodes
         if node.target is operator.getitem and plan_of(parents[0]) is not None:
@@ -213,8 +215,10 @@ class _Planner:
         else:
             refuse_nested_readers(node)
             gathered = any(not layout.is_replicated for p in parents for layout in _outputs(p))
-            reason = f"no rule for {node.target}" if gathered else ""
-            set_plan(node, NodePlan((self.whole,) * len(parents), (self.whole,) * _count(node), reason))
+            why = f"{node.target}: a size or a number depends on data" if data else f"no rule for {node.target}"
+            set_plan(
+                node, NodePlan((self.whole,) * len(parents), (self.whole,) * _count(node), why if gathered else "")
+            )
         return node.next
 
     def _visit_operator(self, node: fx.Node) -> fx.Node:

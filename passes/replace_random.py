@@ -33,7 +33,7 @@ from fxshard.errors import PlanError
 from fxshard.ops.random import ALIGNED_ELEMENTS, FUSED_DROPOUT_DEVICES
 from fxshard.provenance import source_line
 from fxshard.rules.call import OpCall
-from fxshard.values import is_tensor, tensor_value
+from fxshard.values import depends_on_data, is_tensor, tensor_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -112,7 +112,7 @@ def replace_random(gm: GraphModule) -> GraphModule:
             its own way and order, and ranks might draw different numbers.
     """
     for node in list(gm.graph.nodes):
-        call = OpCall(node) if draws(node) else None
+        call = OpCall(node) if draws(node) and not depends_on_data(node) else None
         if call is not None and call.arguments.get("generator") is None:
             results = _replacement(Site(call))
             if results is not None:
@@ -146,6 +146,9 @@ def _refusal(node: Node, *, nested: bool) -> str:
         return f"{op} draws from a generator of its own at {where}; draw without generator=\n{stack}"
     if nested:
         return f"{op} draws in a branch or a loop at {where}, which runs as it is; draw before it\n{stack}"
+    if depends_on_data(node):
+        msg = f"{op} draws as many random numbers at {where} as only the data tells, in one order on every rank"
+        return f"{msg}; draw for the whole tensor, then select\n{stack}"
     if "attention" in op:
         remedy = (
             "train with dropout_p=0, or use the attention that is made of operators, with "

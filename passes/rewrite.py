@@ -28,7 +28,7 @@ from fxshard.ops.memory import empty_like_order, memory_order
 from fxshard.passes.capture import KEY, SOURCE, Captured
 from fxshard.provenance import source_line
 from fxshard.rules import OpCall, emit_same, find_rule
-from fxshard.values import NodePlan, is_tensor, passes_gradient, plan_of, tensor_value
+from fxshard.values import NodePlan, depends_on_data, is_tensor, passes_gradient, plan_of, tensor_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,7 +133,7 @@ class _Rewriter:
         assert found is not None
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             return self._item(self.local[node.args[0]], node.args[1])
-        if isinstance(node.target, torch._ops.OpOverload):
+        if isinstance(node.target, torch._ops.OpOverload) and not depends_on_data(node):
             return self._operator(node, found)
         if node.target is set_grad_enabled:
             self.grad_region, self.grad_enabled = self.grad_region + 1, bool(node.args[0])
@@ -185,7 +185,8 @@ class _Rewriter:
     def _as_on_one_device(self, node: fx.Node, whole: Layout) -> fx.Node:
         """Return ``node``'s whole value in the memory order of one device: what reads it may depend on strides."""
         local = self._input(node, whole, frozenset())
-        return laid_out_as(self.emitter, local, tensor_value(node)) if is_tensor(node) else local
+        as_it_is = not is_tensor(node) or depends_on_data(node)
+        return local if as_it_is else laid_out_as(self.emitter, local, tensor_value(node))
 
     def _layout(self, node: fx.Node) -> Layout:
         """Return how the local value of ``node`` is placed."""
@@ -240,7 +241,7 @@ class _Rewriter:
         if not isinstance(value, fx.Node):
             self.outputs.append((self.whole, None))
             return value
-        split = self.config.local_outputs and is_tensor(value)
+        split = self.config.local_outputs and is_tensor(value) and not depends_on_data(value)
         layout = in_chunks(self._layout(value), tensor_value(value).shape) if split else self.whole
         self.outputs.append((layout, value.meta["val"]))
         return self._input(value, layout, frozenset())

@@ -19,7 +19,7 @@ import torch
 
 from fxshard.ops.lowering import define, differentiate
 from fxshard.ops.memory import check_size, empty_like_order, join, memory_order, with_size
-from fxshard.ops.wire import as_real
+from fxshard.ops.wire import as_received, as_sent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,10 +60,10 @@ def _all_parts(x: Tensor, dim: int, lengths: list[int], rank: int, group: str) -
     if len(lengths) == 1 or longest == 0:
         return [x]
     padding = x.new_zeros(with_size(x.shape, dim, longest - lengths[rank]))
-    padded = as_real(torch.cat([x, padding], dim) if lengths[rank] < longest else x).contiguous()
+    padded = as_sent(torch.cat([x, padding], dim) if lengths[rank] < longest else x).contiguous()
     gathered = torch.ops._c10d_functional.all_gather_into_tensor(padded, len(lengths), group)
     gathered = torch.ops._c10d_functional.wait_tensor(gathered).view(len(lengths), *padded.shape)
-    gathered = torch.view_as_complex(gathered) if x.is_complex() else gathered
+    gathered = as_received(gathered, x.dtype)
     return [gathered.select(0, r).narrow(dim, 0, length) for r, length in enumerate(lengths)]
 
 

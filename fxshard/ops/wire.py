@@ -57,17 +57,30 @@ def swap_blocks(
     order = wire_order(like.dim())
     flat = [block.permute(order).reshape(-1) for block in chain.from_iterable(outgoing)]
     buffer = torch.cat(flat) if flat else like.new_empty(0)
-    width = 2 if like.is_complex() else 1  # real numbers per element
+    width = 2 if like.is_complex() else 1  # numbers per element on the wire
     sent = [width * sum(block.numel() for block in blocks) for blocks in outgoing]
     received = [width * sum(math.prod(shape) for shape in shapes) for shapes in incoming]
-    buffer = torch.ops._c10d_functional.all_to_all_single(as_real(buffer).reshape(-1), received, sent, group)
+    buffer = torch.ops._c10d_functional.all_to_all_single(as_sent(buffer).reshape(-1), received, sent, group)
     buffer = torch.ops._c10d_functional.wait_tensor(buffer)
-    return _unpack(torch.view_as_complex(buffer.view(-1, 2)) if width == 2 else buffer, incoming, order)
+    return _unpack(as_received(buffer.view(-1, 2) if width == 2 else buffer, like.dtype), incoming, order)
 
 
-def as_real(x: Tensor) -> Tensor:
-    """Return ``x`` as collectives take it: complex numbers as a last dimension of 2."""
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+def as_sent(x: Tensor) -> Tensor:
+    """Return ``x`` as collectives take it: complex numbers as a last dimension of 2, truth values as bytes.
+
+    Inductor (2.11 to 2.14) takes the size of the group, an argument of ``all_gather_into_tensor``, for an operand of
+    type promotion: of truth values it makes int64, of which ``~`` is -1 and -2.
+    """
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj())
+    return x.to(torch.uint8) if x.dtype == torch.bool else x
+
+
+def as_received(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a collective gave as values of ``dtype``; the reverse of :func:`as_sent`."""
+    if dtype.is_complex:
+        return torch.view_as_complex(x)
+    return x.to(torch.bool) if dtype == torch.bool else x  # not by a view: Inductor's C++ cannot blend with one
 
 
 def _unpack(buffer: Tensor, incoming: Sequence[Sequence[Shape]], order: Order) -> list[list[Tensor]]:
