@@ -289,10 +289,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _size(count: int) -> str:
-    for unit, of in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= of:
-            return f"{count / of:.1f} {unit}"
-    return f"{count} B" if count else "-"
+    return bytes_text(count) if count else "-"
 
 
 def _place(node: NodeReport | None) -> str:

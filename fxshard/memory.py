@@ -101,8 +101,8 @@ class Memory:
             "kept for the backward": self.saved_bytes,
             "gradients": self.gradient_bytes,
         }
-        lines = [f"peak {_size(peak.bytes)}, in the {peak.phase} at {peak.node}"]
-        return "\n".join(lines + [f"  {name:<24}{_size(count):>12}" for name, count in rows.items()])
+        lines = [f"peak {size_text(peak.bytes)}, in the {peak.phase} at {peak.node}"]
+        return "\n".join(lines + [f"  {name:<24}{size_text(count):>12}" for name, count in rows.items()])
 
 
 def predict_memory(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> Memory:
@@ -237,7 +237,8 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", "")).partition(".")[0]
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a number of bytes as allocators count them: ``"12.00 MiB"``."""
     units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
     unit = next((name for name, size in units.items() if count >= size), "KiB")
     return f"{count / units[unit]:.2f} {unit}"

@@ -134,12 +134,14 @@ class PlanReport:
         coords: Which rank.
         nodes: In program order.
         stage: Whose nodes they are: ``"global"`` the planned graph's, ``"local"`` those it was rewritten to.
+        updates: The nodes that make the new value of a buffer, which a planned graph returns beside the results.
     """
 
     mesh_shape: tuple[int, ...]
     coords: tuple[int, ...]
     nodes: tuple[NodeReport, ...]
     stage: str = "global"
+    updates: tuple[str, ...] = ()
 
     @property
     def total(self) -> Communication:
@@ -193,7 +195,9 @@ def describe(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> 
         dataclasses.replace(_describe_node(node, coords), sent=sent.get(node, Communication()), is_state=node in state)
         for node in planned.graph.nodes
     )
-    return PlanReport(config.mesh_shape, coords, nodes)
+    captured: Captured = planned.meta[KEY]
+    updates = tuple(planned.graph.output_node().args[0][: len(captured.updates)])  # type: ignore[index]  # a tuple
+    return PlanReport(config.mesh_shape, coords, nodes, updates=tuple(str(node) for node in updates))
 
 
 def describe_local(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> PlanReport:
