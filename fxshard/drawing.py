@@ -148,6 +148,28 @@ class Drawing:
         )
 
     @cached_property
+    def _readers(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for source, reader in self.edges:
+            found.setdefault(source, []).append(reader)
+        return found
+
+    def result(self, box: Box) -> NodeReport | None:
+        """Return the node whose value a box hands on: the last that is read outside; None where there is none."""
+        if isinstance(box, Leaf):
+            return box.node
+        inside = {node.name for node in box.nodes}
+        made = (n for n in reversed(box.nodes) if any(r not in inside for r in self._readers.get(n.name, ())))
+        return next(made, None)
+
+    def kind(self, box: Box) -> Kind:
+        """Return how a box is drawn: gathered where something in it is, else as the value lives that it hands on."""
+        if isinstance(box, Call) and any(node.reason for node in box.nodes):
+            return Kind.GATHERED
+        made = self.result(box)
+        return Kind.OTHER if made is None else kind_of_node(made)
+
+    @cached_property
     def caption(self) -> str:
         """One line on the mesh and the rank."""
         mesh, coords = (" x ".join(map(str, numbers)) for numbers in (self.report.mesh_shape, self.report.coords))
@@ -203,15 +225,8 @@ def operator_name(node: NodeReport) -> str:
     return parts[1] if len(parts) > 1 else node.op
 
 
-def kind_of(nodes: Iterable[NodeReport]) -> Kind:
-    """Return how a box with ``nodes`` is drawn: gathered where something is in it, else as its last value lives."""
-    kinds = [_kind_of_node(node) for node in nodes]
-    if Kind.GATHERED in kinds or len(kinds) == 1:
-        return kinds[0] if len(kinds) == 1 else Kind.GATHERED
-    return next((kind for kind in reversed(kinds) if kind in (Kind.SPLIT, Kind.WHOLE)), Kind.OTHER)
-
-
-def _kind_of_node(node: NodeReport) -> Kind:
+def kind_of_node(node: NodeReport) -> Kind:
+    """Return how a node is drawn."""
     if node.op.startswith("fxshard.") and (node.sent.forward or node.sent.backward):
         return Kind.COMMUNICATION
     if node.reason:
@@ -224,11 +239,6 @@ def _kind_of_node(node: NodeReport) -> Kind:
 def sent_by(box: Box) -> Communication:
     """Return what is sent for all nodes in a box."""
     return sum((node.sent for node in box.nodes), Communication())
-
-
-def last_value(box: Box) -> NodeReport | None:
-    """Return the last node in a box that makes a tensor."""
-    return next((n for n in reversed(box.nodes) if n.shape is not None or n.local_shape is not None), None)
 
 
 def calls_in(boxes: Iterable[Box]) -> Iterator[Call]:

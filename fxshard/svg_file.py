@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from fxshard.drawing import Call, Drawing, Kind, bytes_text, kind_of, last_value, readable, sent_by, sizes_text
+from fxshard.drawing import Call, Drawing, Kind, bytes_text, kind_of_node, readable, sent_by, sizes_text
 from fxshard.memory import size_text
 from fxshard.svg_rows import LINE, Rows, memory_line, place
 from fxshard.svg_style import STYLE
@@ -29,7 +29,7 @@ MOST_ROWS = 48
 TOP, FOOT, MARGIN = 148, 64, 28
 LANE, INDENT, BOXES = 14, 12, 360
 """The distance of lanes and of nested modules, and the width of the column of boxes."""
-COLUMNS = {"value": 200, "forward": 196, "backward": 196}
+COLUMNS = {"value": 200, "forward": 196, "backward": 216}
 CHART = 250
 
 
@@ -43,8 +43,8 @@ def svg(drawing: Drawing) -> str:
     rows = place(drawing, opened, TOP)
     skips = rows.skips()
     left = MARGIN + LANE * (max((skip.lane for skip in skips), default=-1) + 2)
-    page = _Page(rows, left, drawing.memory)
-    page.heading(drawing)
+    page = _Page(drawing, rows, left)
+    page.heading()
     for frame in rows.frames:
         page.frame(frame)
     page.edges()
@@ -60,19 +60,20 @@ class _Page:
     """The picture while it is drawn.
 
     Args:
+        drawing: What is drawn.
         rows: Where things are.
         left: Where the boxes begin.
-        memory: For which there is a column.
     """
 
-    def __init__(self, rows: Rows, left: int, memory: Memory | None) -> None:
+    def __init__(self, drawing: Drawing, rows: Rows, left: int) -> None:
+        self.drawing = drawing
         self.rows, self.left, self.right = rows, left, left + BOXES
         self.columns, x = {}, self.right + 24
         for name, width in COLUMNS.items():
             self.columns[name] = x
             x += width
         self.chart_left = x
-        width, height = x + (CHART if memory else 0) + MARGIN, rows.bottom + FOOT
+        width, height = x + (CHART if drawing.memory else 0) + MARGIN, rows.bottom + FOOT
         box = {"viewBox": f"0 0 {width} {height}", "width": str(width), "height": str(height)}
         names = {"role": "img", "aria-labelledby": "title about", "xmlns": "http://www.w3.org/2000/svg"}
         self.root = Element("svg", {**names, **box})
@@ -85,8 +86,9 @@ class _Page:
         element.text = text or None
         return element
 
-    def heading(self, drawing: Drawing) -> None:
+    def heading(self) -> None:
         """Add the title, the legend and the names of the columns."""
+        drawing = self.drawing
         self.add("title", text=drawing.title, id="title")
         self.add("desc", text=f"{drawing.caption}; one row for each module or node, in program order", id="about")
         self.add("style", text=STYLE)
@@ -124,7 +126,7 @@ class _Page:
 
     def row(self, row: Row) -> None:
         """Add a box and what is said of it."""
-        x, kind = self.left + INDENT * row.depth, kind_of(row.box.nodes)
+        x, kind = self.left + INDENT * row.depth, self.drawing.kind(row.box)
         group = self.add("g", cls=f"row {kind}", data_key=row.box.key)
         self.add("title", group, text=_tip(row.box))
         stacked = isinstance(row.box, Call)
@@ -146,12 +148,12 @@ class _Page:
         return self.right - INDENT * depth
 
     def _value(self, group: Element, row: Row) -> None:
-        node = last_value(row.box)
+        node = self.drawing.result(row.box)
         if node is None:
             return
         x, here = self.columns["value"], sizes_text(node.local_shape)
         whole = sizes_text(node.shape) or here
-        kind = kind_of((node,))
+        kind = kind_of_node(node)
         note = f"{kind}, here {here}" if here != whole else str(kind) if kind is not Kind.OTHER else "here"
         self.add("text", group, cls="number", x=x, y=row.middle - 3, text=whole)
         self.add("text", group, cls="small", x=x, y=row.middle + 12, text=note)

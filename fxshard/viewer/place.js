@@ -1,0 +1,87 @@
+// Where boxes are: each open call is laid out by dagre for itself, inner ones first, and is then one box of the outer one.
+// A value that enters or leaves a call passes a port on its upper or lower edge; so a change inside one call
+// moves what is around it, but nothing is computed again for its siblings.
+
+const BOX = { width: 236, line: 17, pad: 11, header: 30, frame: 16, port: 10 };
+
+function lines_of(box) {
+  const sent = sent_by(box);
+  return [...Object.entries(sent.forward).map(([k, t]) => ["forward", k, t]), ...Object.entries(sent.backward).map(([k, t]) => ["backward", k, t])];
+}
+
+function place_box(box) {
+  if (box.is_call && box.open) return place_call(box);
+  box.width = BOX.width;
+  box.height = 2 * BOX.pad + BOX.line * (2 + lines_of(box).length) - 3;
+  box.ins = box.outs = null;
+  return box;
+}
+
+// edges by the call in which they run: between two children, from a port to a child, from a child to a port
+function route_edges() {
+  for (const box of [top_box, ...seen_in_order()]) box.inner = new Map();
+  const add = (call, from, to, value) => call.inner.set(`${from} ${to} ${value}`, { from, to, value });
+  for (const [source, reader] of plan.edges) {
+    const a = path_to(seen(boxes.get("n:" + source))), b = path_to(seen(boxes.get("n:" + reader)));
+    let shared = 0;
+    while (shared + 1 < Math.min(a.length, b.length) && a[shared + 1] === b[shared + 1]) shared++;
+    if (a[shared + 1] === undefined || b[shared + 1] === undefined) continue; // inside one closed call
+    add(a[shared], a[shared + 1].id, b[shared + 1].id, source);
+    for (let i = shared + 1; i + 1 < a.length; i++) add(a[i], a[i + 1].id, "out:" + source, source);
+    for (let i = shared + 1; i + 1 < b.length; i++) add(b[i], "in:" + source, b[i + 1].id, source);
+  }
+}
+
+function place_call(call) {
+  const graph = new dagre.graphlib.Graph({ multigraph: true });
+  const is_top = call === top_box;
+  graph.setGraph({ rankdir: "TB", nodesep: 26, edgesep: 14, ranksep: 30, marginx: 0, marginy: 0, ranker: call.children.length > 300 ? "longest-path" : "network-simplex" });
+  graph.setDefaultEdgeLabel(() => ({}));
+  for (const child of call.children) {
+    place_box(child);
+    graph.setNode(child.id, { width: child.width, height: child.height });
+  }
+  const ports = new Set([...call.inner.values()].flatMap((e) => [e.from, e.to]).filter((id) => id.startsWith("in:") || id.startsWith("out:")));
+  if (ports.size) for (const end of ["first", "last"]) graph.setNode(end, { width: 1, height: 1 });
+  for (const port of ports) {
+    graph.setNode(port, { width: BOX.port, height: 1 });
+    graph.setEdge(...(port.startsWith("in:") ? ["first", port] : [port, "last"]), { weight: 50, minlen: 1 }, "pin");
+  }
+  const read_from = new Set([...call.inner.values()].map((e) => e.to));
+  if (ports.size) for (const c of call.children) if (!read_from.has(c.id)) graph.setEdge("first", c.id, { weight: 0, minlen: 2 }, "below");
+  for (const e of call.inner.values()) graph.setEdge(e.from, e.to, { weight: e.from.includes(":") ? 2 : 1 }, e.value);
+  dagre.layout(graph);
+  return take_places(call, graph, ports, is_top);
+}
+
+function take_places(call, graph, ports, is_top) {
+  const insets = is_top ? { x: 0, y: 0, b: 0 } : { x: BOX.frame, y: BOX.header, b: BOX.frame };
+  const at = (id) => graph.node(id);
+  const upper = Math.min(...call.children.map((c) => at(c.id).y - c.height / 2));
+  const lower = Math.max(...call.children.map((c) => at(c.id).y + c.height / 2));
+  const left = Math.min(...graph.nodes().map((id) => at(id).x - at(id).width / 2));
+  const right = Math.max(...graph.nodes().map((id) => at(id).x + at(id).width / 2));
+  const dx = insets.x - left, dy = insets.y - upper;
+  call.width = right - left + 2 * insets.x;
+  call.height = lower - upper + insets.y + insets.b;
+  for (const child of call.children) Object.assign(child, { x: at(child.id).x - child.width / 2 + dx, y: at(child.id).y - child.height / 2 + dy });
+  call.ins = new Map(), call.outs = new Map();
+  for (const port of ports) (port.startsWith("in:") ? call.ins : call.outs).set(port.slice(port.indexOf(":") + 1), at(port).x + dx);
+  call.wires = [...call.inner.values()].map((e) => wire(call, e, graph.edge({ v: e.from, w: e.to, name: e.value }).points, dx, dy));
+  return call;
+}
+
+// the points of an edge within its call, from the lower edge of what makes the value to the upper edge of what reads it
+function wire(call, { from, to, value }, points, dx, dy) {
+  const a = boxes.get(from), b = boxes.get(to);
+  const start = a ? { x: a.x + (a.outs?.get(value) ?? a.width / 2), y: a.y + a.height } : { x: call.ins.get(value), y: 0 };
+  const end = b ? { x: b.x + (b.ins?.get(value) ?? b.width / 2), y: b.y } : { x: call.outs.get(value), y: call.height };
+  const middle = points.slice(a ? 1 : 0, b ? -1 : undefined).map((p) => ({ x: p.x + dx, y: p.y + dy })).filter((p) => p.y > start.y && p.y < end.y);
+  return { points: [start, ...middle, end], tip: !!b && !(b.is_call && b.open), from, to, value };
+}
+
+function place_all() {
+  route_edges();
+  place_call(top_box);
+  top_box.x = top_box.y = 0;
+}
