@@ -1,7 +1,7 @@
 """What is drawn of a plan: its nodes in the modules that run them, and where their values live.
 
-A module is one box for each *call*: a run of nodes in program order.  So what is folded stays in order, and a module that
-is called twice is there twice::
+A module is one box for each *call*: a run of nodes in program order.  So what is folded stays in order, and a module
+that is called twice is there twice::
 
     stages.0                 a box that only holds another is named with it: "stages.0"
       blocks.0
@@ -137,15 +137,23 @@ class Drawing:
 
     @cached_property
     def edges(self) -> tuple[tuple[str, str], ...]:
-        """Who makes a value and who reads it, by name; not what only leaves the graph as a buffer's new value."""
-        drawn = {node.name for node in self.report.nodes if not node.is_state}
-        updates = set(self.report.updates)
+        """Who makes a value and who reads it, by name; without what copies buffers in and out of the graph."""
+        updates, aside = set(self.report.updates), self._state_and_copies
         return tuple(
             (source, node.name)
             for node in self.report.nodes
             for source in node.inputs
-            if source in drawn and not (node.op == "output" and source in updates)
+            if source not in aside and node.name not in aside and not (node.op == "output" and source in updates)
         )
+
+    @cached_property
+    def _state_and_copies(self) -> set[str]:
+        """Return parameters and buffers, their copies where a local graph begins, and what writes them at its end."""
+        state = {node.name for node in self.report.nodes if node.is_state}
+        copies = {n.name for n in self.report.nodes if operator_name(n) == "clone" and state.issuperset(n.inputs)}
+        writes = [n for n in self.report.nodes if operator_name(n) == "copy_" and n.inputs and n.inputs[0] in state]
+        written = {n.name for n in writes} | {name for n in writes for name in n.inputs if name.startswith("detach")}
+        return state | copies | written
 
     @cached_property
     def _readers(self) -> dict[str, list[str]]:

@@ -196,8 +196,10 @@ def describe(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> 
         for node in planned.graph.nodes
     )
     captured: Captured = planned.meta[KEY]
-    updates = tuple(planned.graph.output_node().args[0][: len(captured.updates)])  # type: ignore[index]  # a tuple
-    return PlanReport(config.mesh_shape, coords, nodes, updates=tuple(str(node) for node in updates))
+    returned = planned.graph.output_node().args[0]
+    assert isinstance(returned, (tuple, list))
+    updates = tuple(str(node) for node in returned[: len(captured.updates)])
+    return PlanReport(config.mesh_shape, coords, nodes, updates=updates)
 
 
 def describe_local(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> PlanReport:

@@ -1,13 +1,12 @@
 """An SVG picture of a plan: modules in program order, what they send, and the memory beside them.
 
-It is one page of valid XML without scripts; dark where the reader's system is.  Colour says nothing alone: a split value
-has a sign of bars, a whole one of a filled square, a gathered one of arrows, and each is named.  Where things are is
-:mod:`fxshard.svg_rows`' matter.
+It is one page of valid XML without scripts; dark where the reader's system is.  Colour says nothing alone: a split
+value has a sign of bars, a whole one of a filled square, a gathered one of arrows, and each is named.  Where things are
+is :mod:`fxshard.svg_rows`' matter.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
@@ -17,7 +16,7 @@ from fxshard.svg_rows import LINE, Rows, memory_line, place
 from fxshard.svg_style import STYLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from fxshard.drawing import Box
     from fxshard.memory import Memory
@@ -118,10 +117,10 @@ class _Page:
     def frame(self, frame: Frame) -> None:
         """Add an open module."""
         x = self.left + INDENT * frame.depth
-        shape = {"x": x, "y": frame.top, "width": self._right(frame.depth) - x, "height": frame.bottom - frame.top}
+        width, height = self._right(frame.depth) - x, frame.bottom - frame.top
         group = self.add("g", cls="module", data_path=frame.call.path)
         self.add("title", group, text=frame.call.path)
-        self.add("rect", group, rx=9, **shape)
+        self.add("rect", group, rx=9, x=x, y=frame.top, width=width, height=height)
         self.add("text", group, text=frame.call.label, cls="name", x=x + 12, y=frame.top + 18)
 
     def row(self, row: Row) -> None:
@@ -175,12 +174,14 @@ class _Page:
             if reader == source + 1:
                 self._arrow(group, f"M{x} {rows[source].bottom}V{rows[reader].top}", f"{x} {rows[reader].top}", 90)
         for skip in self.rows.skips():
-            lane, start = self.left - LANE * (skip.lane + 1), rows[skip.source].middle + 6
             for reader in skip.readers:
-                end, inside = rows[reader].middle - 6, self.left + INDENT * rows[reader].depth
-                out = self.left + INDENT * rows[skip.source].depth
-                path = f"M{out} {start}H{lane + 6}Q{lane} {start} {lane} {start + 6}V{end - 6}Q{lane} {end} {lane + 6} {end}H{inside}"
-                self._arrow(group, path, f"{inside} {end}", 0)
+                self._skip(group, self.left - LANE * (skip.lane + 1), rows[skip.source], rows[reader])
+
+    def _skip(self, group: Element, lane: int, source: Row, reader: Row) -> None:
+        start, end = source.middle + 6, reader.middle - 6
+        left, inside = self.left + INDENT * source.depth, self.left + INDENT * reader.depth
+        down = f"Q{lane} {start} {lane} {start + 6}V{end - 6}Q{lane} {end} {lane + 6} {end}"
+        self._arrow(group, f"M{left} {start}H{lane + 6}{down}H{inside}", f"{inside} {end}", 0)
 
     def _arrow(self, group: Element, path: str, tip: str, turn: int) -> None:
         self.add("path", group, cls="edge", d=path)

@@ -108,7 +108,7 @@ class Rows:
     bottom: int
 
     def skips(self) -> tuple[Skip, ...]:
-        """Return the values that skip rows; those that overlap are in different lanes, the shortest next to the boxes."""
+        """Return the values that skip rows; those that overlap are in different lanes, short ones next to the boxes."""
         readers: dict[int, list[int]] = {}
         for source, reader in sorted(self.edges):
             if reader > source + 1:
@@ -117,7 +117,10 @@ class Rows:
         overlaps: nx.Graph[int] = nx.Graph()
         overlaps.add_nodes_from(spans)
         overlaps.add_edges_from(
-            (a, b) for a in spans for b in spans if a < b and max(spans[a][0], spans[b][0]) <= min(spans[a][1], spans[b][1])
+            (a, b)
+            for a in spans
+            for b in spans
+            if a < b and max(spans[a][0], spans[b][0]) <= min(spans[a][1], spans[b][1])
         )
         lanes = nx.greedy_color(overlaps, strategy=lambda *_: sorted(spans, key=lambda s: spans[s][1] - spans[s][0]))
         return tuple(Skip(source, tuple(found), lanes[source]) for source, found in readers.items())

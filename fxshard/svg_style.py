@@ -5,6 +5,8 @@ The two sets of colours are Okabe and Ito's for the colour-blind, lighter on dar
 
 from __future__ import annotations
 
+from fxshard.drawing import Kind
+
 _FONTS = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 _LIGHT = {
     "page": "#ffffff",
@@ -38,8 +40,9 @@ _DARK = {
 
 def _rules(colours: dict[str, str]) -> str:
     kinds = "".join(
-        f".{kind} .body{{fill:{colours[kind]}}} .{kind} .edge{{stroke:{colours[kind]}}} .{kind} .box{{stroke:{colours[kind]}}}"
-        for kind in ("split", "whole", "gathered", "communication", "other")
+        f".{kind} .body{{fill:{colour}}} .{kind} .edge,.{kind} .box{{stroke:{colour}}}"
+        for kind, colour in colours.items()
+        if kind in tuple(Kind)
     )
     return f"""
 .page{{fill:{colours["page"]}}} text{{fill:{colours["ink"]}}} .quiet,.small,.column{{fill:{colours["quiet"]}}}

@@ -13,8 +13,7 @@ function choose(box, options = {}) {
 // a box anywhere: what is around it opens
 function find(box) {
   if (!box) return;
-  reveal(box);
-  draw();
+  if (reveal(box)) draw();
   choose(box, { centred: true });
 }
 
@@ -55,7 +54,7 @@ canvas.addEventListener("wheel", (e) => {
 function act(box) {
   if (!box?.is_call) return;
   toggle(box);
-  choose(box, { show: false });
+  choose(box);
 }
 
 function step(by) {
@@ -92,7 +91,7 @@ const on_canvas = {
   Home: () => choose(seen_in_order()[0]), End: () => choose(seen_in_order().at(-1)),
 };
 const anywhere = {
-  "/": () => search.focus(), Escape: () => choose(null), "+": () => level(unfold), "=": () => level(unfold), "-": () => level(fold),
+  "/": () => search.select(), Escape: () => choose(null), "+": () => level(unfold), "=": () => level(unfold), "-": () => level(fold),
   0: () => fit(), t: turn_theme, "?": () => document.getElementById("keys").showModal(),
 };
 document.addEventListener("keydown", (e) => {

@@ -33,29 +33,36 @@ function route_edges() {
 }
 
 function place_call(call) {
+  call.children.forEach(place_box);
+  const looks = JSON.stringify([call.children.map((c) => [c.id, c.width, c.height]), [...call.inner.keys()]]);
+  if (call.looked !== looks) call.graph = laid_out(call);
+  call.looked = looks;
+  return take_places(call);
+}
+
+function laid_out(call) {
   const graph = new dagre.graphlib.Graph({ multigraph: true });
-  const is_top = call === top_box;
-  graph.setGraph({ rankdir: "TB", nodesep: 26, edgesep: 14, ranksep: 30, marginx: 0, marginy: 0, ranker: call.children.length > 300 ? "longest-path" : "network-simplex" });
+  graph.setGraph({ rankdir: "TB", nodesep: 26, edgesep: 14, ranksep: 30, ranker: call.children.length > 300 ? "longest-path" : "network-simplex" });
   graph.setDefaultEdgeLabel(() => ({}));
-  for (const child of call.children) {
-    place_box(child);
-    graph.setNode(child.id, { width: child.width, height: child.height });
-  }
-  const ports = new Set([...call.inner.values()].flatMap((e) => [e.from, e.to]).filter((id) => id.startsWith("in:") || id.startsWith("out:")));
+  for (const child of call.children) graph.setNode(child.id, { width: child.width, height: child.height });
+  const ports = ports_of(call);
   if (ports.size) for (const end of ["first", "last"]) graph.setNode(end, { width: 1, height: 1 });
   for (const port of ports) {
     graph.setNode(port, { width: BOX.port, height: 1 });
     graph.setEdge(...(port.startsWith("in:") ? ["first", port] : [port, "last"]), { weight: 50, minlen: 1 }, "pin");
   }
-  const read_from = new Set([...call.inner.values()].map((e) => e.to));
-  if (ports.size) for (const c of call.children) if (!read_from.has(c.id)) graph.setEdge("first", c.id, { weight: 0, minlen: 2 }, "below");
   for (const e of call.inner.values()) graph.setEdge(e.from, e.to, { weight: e.from.includes(":") ? 2 : 1 }, e.value);
   dagre.layout(graph);
-  return take_places(call, graph, ports, is_top);
+  return graph;
 }
 
-function take_places(call, graph, ports, is_top) {
-  const insets = is_top ? { x: 0, y: 0, b: 0 } : { x: BOX.frame, y: BOX.header, b: BOX.frame };
+function ports_of(call) {
+  const ends = [...call.inner.values()].flatMap((e) => [e.from, e.to]);
+  return new Set(ends.filter((id) => id.startsWith("in:") || id.startsWith("out:")));
+}
+
+function take_places(call) {
+  const graph = call.graph, insets = call === top_box ? { x: 0, y: 0, b: 0 } : { x: BOX.frame, y: BOX.header, b: BOX.frame };
   const at = (id) => graph.node(id);
   const upper = Math.min(...call.children.map((c) => at(c.id).y - c.height / 2));
   const lower = Math.max(...call.children.map((c) => at(c.id).y + c.height / 2));
@@ -65,10 +72,24 @@ function take_places(call, graph, ports, is_top) {
   call.width = right - left + 2 * insets.x;
   call.height = lower - upper + insets.y + insets.b;
   for (const child of call.children) Object.assign(child, { x: at(child.id).x - child.width / 2 + dx, y: at(child.id).y - child.height / 2 + dy });
-  call.ins = new Map(), call.outs = new Map();
-  for (const port of ports) (port.startsWith("in:") ? call.ins : call.outs).set(port.slice(port.indexOf(":") + 1), at(port).x + dx);
+  place_ports(call, "ins", "in:", "from", "to", (id) => at(id).x + dx);
+  place_ports(call, "outs", "out:", "to", "from", (id) => at(id).x + dx);
   call.wires = [...call.inner.values()].map((e) => wire(call, e, graph.edge({ v: e.from, w: e.to, name: e.value }).points, dx, dy));
   return call;
+}
+
+// a port is straight above its first reader, or below what makes its value, unless another is there
+function place_ports(call, side, prefix, port_end, box_end, own_x) {
+  const places = new Map(), taken = new Set();
+  const edges = [...call.inner.values()].filter((e) => e[port_end].startsWith(prefix));
+  edges.sort((a, b) => boxes.get(a[box_end]).y - boxes.get(b[box_end]).y);
+  for (const e of edges) {
+    if (places.has(e.value)) continue;
+    const box = boxes.get(e[box_end]), x = box.x + (box[side]?.get(e.value) ?? box.width / 2);
+    places.set(e.value, taken.has(x) ? own_x(e[port_end]) : x);
+    taken.add(x);
+  }
+  call[side] = places;
 }
 
 // the points of an edge within its call, from the lower edge of what makes the value to the upper edge of what reads it
@@ -76,7 +97,11 @@ function wire(call, { from, to, value }, points, dx, dy) {
   const a = boxes.get(from), b = boxes.get(to);
   const start = a ? { x: a.x + (a.outs?.get(value) ?? a.width / 2), y: a.y + a.height } : { x: call.ins.get(value), y: 0 };
   const end = b ? { x: b.x + (b.ins?.get(value) ?? b.width / 2), y: b.y } : { x: call.outs.get(value), y: call.height };
-  const middle = points.slice(a ? 1 : 0, b ? -1 : undefined).map((p) => ({ x: p.x + dx, y: p.y + dy })).filter((p) => p.y > start.y && p.y < end.y);
+  const inner = points.length > 3 ? points.slice(1, -1) : []; // between neighbours dagre bends once, at the boxes' centres
+  const middle = inner.map((p) => ({ x: p.x + dx, y: p.y + dy })).filter((p) => p.y > start.y && p.y < end.y);
+  const after = middle[0] ?? end, before = middle.at(-1) ?? start; // sideways where no box is: under the title, in the lower frame
+  if (!a && after !== end) middle.unshift({ x: after.x, y: BOX.header - 4 });
+  if (!b && before !== start) middle.push({ x: before.x, y: call.height - BOX.frame + 2 });
   return { points: [start, ...middle, end], tip: !!b && !(b.is_call && b.open), from, to, value };
 }
 

@@ -54,7 +54,9 @@ function leaves_seen() {
 }
 
 function reveal(box) {
-  for (const outer of path_to(box.parent)) outer.open = true;
+  const closed = path_to(box.parent).filter((outer) => !outer.open);
+  closed.forEach((outer) => (outer.open = true));
+  return closed.length > 0;
 }
 
 // open or close the calls at one depth
