@@ -34,4 +34,5 @@ class Net(nn.Module):
 @cache
 def drawn() -> fxshard.Plan:
     with torch.device("meta"):
-        return fxshard.plan(Net(), torch.empty(2, 3, 24, 64), world_size=4, inner_backend="aot_eager")
+        net, image = Net(), torch.empty(2, 3, 24, 64)
+    return fxshard.plan(net, image, world_size=4, inner_backend="aot_eager")

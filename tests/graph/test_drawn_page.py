@@ -39,11 +39,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def page(browser: Any, pages: dict[str, str]) -> Iterator[Any]:
-    """Return the page of the global graph; what it complains about in the console, or asks of a network, fails the test."""
+    """Return the page of the global graph."""
     yield from opened(browser, pages["global"])
 
 
 def opened(browser: Any, address: str, **options: Any) -> Iterator[Any]:
+    """Yield a page; what it complains about in the console, or asks of a network, fails the test."""
     shown = browser.new_page(viewport={"width": 1400, "height": 900}, **options)
     complaints: list[str] = []
     shown.on("console", lambda message: complaints.append(message.text))
@@ -66,7 +67,7 @@ def details(page: Any) -> str:
 def test_it_draws_modules_and_values(page: Any) -> None:
     assert page.locator("#view .module").count() >= 1
     assert page.locator("#view .wire").count() > 5
-    assert page.locator("#view .gathered").count() == 1
+    assert page.locator("#view .box.gathered").count() == 1
     assert page.locator("#legend li").count() == 6
     assert "Memory of this rank" in page.locator("#memory").inner_text()
     places = page.eval_on_selector_all("#view .box", "all => all.map(e => e.getBoundingClientRect().toJSON())")
@@ -92,7 +93,7 @@ def test_a_click_shows_the_details(page: Any) -> None:
 
 
 def test_a_gather_has_its_reason(page: Any) -> None:
-    page.locator("#view .gathered").click()
+    page.locator("#view .box.gathered").click()
     (reason,) = drawn().report.reasons
     assert reason in details(page)
 
