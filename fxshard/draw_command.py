@@ -17,7 +17,7 @@ from fxshard.plan_files import WRITERS
 if TYPE_CHECKING:
     import argparse
 
-ENDINGS = (*WRITERS, ".py", ".txt")
+ENDINGS = (".txt", *WRITERS, ".py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

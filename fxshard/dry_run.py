@@ -180,7 +180,9 @@ class Plan:
         elif path.suffix in texts:
             text = texts[path.suffix]()
         else:
-            msg = f"a plan cannot be saved as {path.name!r}: the ending is one of {', '.join([*texts, *WRITERS])}"
+            msg = (
+                f"a plan cannot be saved as {path.name!r}: the ending is one of {', '.join(('.txt', *WRITERS, '.py'))}"
+            )
             raise PlanError(msg)
         path.write_text(text + "\n", encoding="utf-8")
         return path

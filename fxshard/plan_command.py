@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", action="store_true", help="predict what the rank keeps, and the peak")
     parser.add_argument("--explain", metavar="NAME", nargs="+", default=[], help="nodes or modules to say more about")
     parser.add_argument(
-        "--save", metavar="FILE", nargs="+", type=Path, default=[], help=f".txt .py {' '.join(WRITERS)}"
+        "--save", metavar="FILE", nargs="+", type=Path, default=[], help=" ".join((".txt", *WRITERS, ".py"))
     )
 
 

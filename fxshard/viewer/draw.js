@@ -40,14 +40,16 @@ function draw() {
 }
 
 function draw_inside(call, x, y, into) {
-  const wires = element("g", { class: "wires" });
   for (const child of call.children) {
-    const is_open = child.is_call && child.open;
-    into.append(is_open ? draw_frame(child, x + child.x, y + child.y) : draw_box(child, x + child.x, y + child.y));
-    if (is_open) draw_inside(child, x + child.x, y + child.y, into);
+    const left = x + child.x, top = y + child.y;
+    into.append(child.is_call && child.open ? draw_frame(child, left, top) : draw_box(child, left, top));
   }
-  for (const w of call.wires) draw_wire(w, x, y, wires);
-  into.append(wires);
+  for (const w of call.wires) draw_wire(w, x, y, into);
+  for (const child of call.children.filter((c) => c.is_call && c.open)) {
+    const left = x + child.x, top = y + child.y;
+    draw_inside(child, left, top, into);
+    into.append(element("text", { x: left + 13, y: top + 20, class: "label over", "aria-hidden": "true" }, "▾ " + cut(child.label, 34)));
+  }
 }
 
 function draw_wire(w, x, y, into) {
@@ -72,7 +74,6 @@ function item(box, x, y, name) {
 function draw_frame(box, x, y) {
   const group = item(box, x, y, `module ${box.depth % 2 ? "" : "odd"}`);
   group.append(element("rect", { width: box.width, height: box.height, rx: 12 }));
-  group.append(element("text", { x: 13, y: 20, class: "label" }, "▾ " + cut(box.label, 34)));
   return group;
 }
 

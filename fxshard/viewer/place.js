@@ -66,8 +66,9 @@ function take_places(call) {
   const at = (id) => graph.node(id);
   const upper = Math.min(...call.children.map((c) => at(c.id).y - c.height / 2));
   const lower = Math.max(...call.children.map((c) => at(c.id).y + c.height / 2));
-  const left = Math.min(...graph.nodes().map((id) => at(id).x - at(id).width / 2));
-  const right = Math.max(...graph.nodes().map((id) => at(id).x + at(id).width / 2));
+  const bends = [...call.inner.values()].flatMap((e) => graph.edge({ v: e.from, w: e.to, name: e.value }).points.map((p) => p.x));
+  const left = Math.min(...bends, ...call.children.map((c) => at(c.id).x - c.width / 2));
+  const right = Math.max(...bends, ...call.children.map((c) => at(c.id).x + c.width / 2));
   const dx = insets.x - left, dy = insets.y - upper;
   call.width = right - left + 2 * insets.x;
   call.height = lower - upper + insets.y + insets.b;
@@ -98,10 +99,11 @@ function wire(call, { from, to, value }, points, dx, dy) {
   const start = a ? { x: a.x + (a.outs?.get(value) ?? a.width / 2), y: a.y + a.height } : { x: call.ins.get(value), y: 0 };
   const end = b ? { x: b.x + (b.ins?.get(value) ?? b.width / 2), y: b.y } : { x: call.outs.get(value), y: call.height };
   const inner = points.length > 3 ? points.slice(1, -1) : []; // between neighbours dagre bends once, at the boxes' centres
-  const middle = inner.map((p) => ({ x: p.x + dx, y: p.y + dy })).filter((p) => p.y > start.y && p.y < end.y);
+  const upper = a ? start.y : BOX.header - 4, lower = b ? end.y : call.height - BOX.frame + 2;
+  const middle = inner.map((p) => ({ x: p.x + dx, y: p.y + dy })).filter((p) => p.y > upper && p.y < lower);
   const after = middle[0] ?? end, before = middle.at(-1) ?? start; // sideways where no box is: under the title, in the lower frame
-  if (!a && after !== end) middle.unshift({ x: after.x, y: BOX.header - 4 });
-  if (!b && before !== start) middle.push({ x: before.x, y: call.height - BOX.frame + 2 });
+  if (!a && after !== end) middle.unshift({ x: after.x, y: upper });
+  if (!b && before !== start) middle.push({ x: before.x, y: lower });
   return { points: [start, ...middle, end], tip: !!b && !(b.is_call && b.open), from, to, value };
 }
 

@@ -135,7 +135,9 @@ def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "fxshard.halo_exchange" in files[2].read_text()
 
 
-@pytest.mark.parametrize(("out", "said"), [("plan.pdf", "the ending is one of .json"), ("no/such/a.svg", "no folder")])
+@pytest.mark.parametrize(
+    ("out", "said"), [("plan.pdf", "the ending is one of .txt, .json"), ("no/such/a.svg", "no folder")]
+)
 def test_the_command_refuses_before_it_plans(out: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--out", out]) == 2
     assert said in capsys.readouterr().err

@@ -93,6 +93,7 @@ def test_a_click_shows_the_details(page: Any) -> None:
 
 
 def test_a_gather_has_its_reason(page: Any) -> None:
+    page.keyboard.press("0")
     page.locator("#view .box.gathered").click()
     (reason,) = drawn().report.reasons
     assert reason in details(page)
