@@ -148,7 +148,7 @@ class _Page:
 
     def _value(self, group: Element, row: Row) -> None:
         node = self.drawing.result(row.box)
-        if node is None:
+        if node is None or node.local_shape is None:
             return
         x, here = self.columns["value"], sizes_text(node.local_shape)
         whole = sizes_text(node.shape) or here
