@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import fxshard
-from fxshard import demo, plan_command, verify_command
+from fxshard import demo, draw_command, plan_command, verify_command
 from fxshard.errors import FxShardError
 from fxshard.workers import WorkerError
 
@@ -53,6 +53,12 @@ COMMANDS = (
         "say what a model would hold and send on so many ranks, without running it",
         plan_command.add_arguments,
         plan_command.run,
+    ),
+    Command(
+        "draw",
+        "draw what a model would hold and send on so many ranks: a page, a picture or a graph file",
+        draw_command.add_arguments,
+        draw_command.run,
     ),
     Command(
         "verify",

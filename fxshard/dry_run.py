@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -24,20 +24,23 @@ from torch import fx
 
 from fxshard._torch import unsynchronised_batch_norms
 from fxshard.backend import check_choices, split_dims_of
+from fxshard.drawing import Drawing, bytes_text
 from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
 from fxshard.memory import Memory, predict_memory
 from fxshard.passes.config import Config
 from fxshard.passes.pipeline import localized, planned
-from fxshard.plan_files import WRITERS
-from fxshard.report import NodeReport, PlanReport, describe
+from fxshard.plan_files import WITH_MEMORY, WRITERS
+from fxshard.report import NodeReport, PlanReport, describe, describe_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.distributed.tensor.placement_types import Placement
 
+STAGES = ("global", "local")
+"""The graphs of a plan."""
 MOST_STAGES = 24
 """How many rows a summary has at most; deeper modules are folded into their parents until it fits."""
 
@@ -143,30 +146,45 @@ class Plan:
                 lines.append(f"{node.name}: {_place(node)} -> {_place(found)}")
         return "\n".join(lines) or "no difference"
 
-    def save(self, path: str | Path) -> Path:
+    @cached_property
+    def local_report(self) -> PlanReport:
+        """The rank's own graph, node by node."""
+        return describe_local(self.planned, self.local, self.config)
+
+    def save(self, path: str | Path, *, stage: str = "global", memory: bool = True, title: str = "") -> Path:
         """Write the plan to a file.
 
         Args:
-            path: Its ending says what is written: ``.txt`` the summary, ``.json`` the report, ``.py`` the rank's
-                program, ``.dot`` or ``.graphml`` the graph, with layouts, communication and reasons.
+            path: Its ending says what is written: ``.txt`` the summary, ``.py`` the rank's program, or the graph with
+                layouts, communication and reasons: ``.json``, ``.dot``, ``.graphml``, ``.svg`` a picture by modules,
+                ``.html`` a page to look around in.
+            stage: Which graph: ``"global"``, or ``"local"``, what it was rewritten to for the rank.
+            memory: Whether pictures show the memory, too; for a large model it takes some seconds.
+            title: Of pictures.
 
         Returns:
             The path.
 
         Raises:
-            PlanError: No such ending.
+            PlanError: No such ending, or no such stage.
         """
         path = Path(path)
-        texts: dict[str, Callable[[], str]] = {
-            ".txt": self.summary,
-            ".json": self.report.to_json,
-            ".py": lambda: self.code,
-            **{ending: partial(write, self.report, self.planned) for ending, write in WRITERS.items()},
-        }
-        if path.suffix not in texts:
-            msg = f"a plan cannot be saved as {path.name!r}: the ending is one of {', '.join(texts)}"
+        if stage not in STAGES:
+            msg = f"a plan has no stage {stage!r}: it is one of {', '.join(STAGES)}"
             raise PlanError(msg)
-        path.write_text(texts[path.suffix]() + "\n")
+        texts: dict[str, Callable[[], str]] = {".txt": self.summary, ".py": lambda: self.code}
+        if path.suffix in WRITERS:
+            shown = self.memory if memory and path.suffix in WITH_MEMORY else None
+            report = self.report if stage == "global" else self.local_report
+            text = WRITERS[path.suffix](Drawing(report, shown, title or "fxshard plan"))
+        elif path.suffix in texts:
+            text = texts[path.suffix]()
+        else:
+            msg = (
+                f"a plan cannot be saved as {path.name!r}: the ending is one of {', '.join(('.txt', *WRITERS, '.py'))}"
+            )
+            raise PlanError(msg)
+        path.write_text(text + "\n", encoding="utf-8")
         return path
 
 
@@ -289,10 +307,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _size(count: int) -> str:
-    for unit, of in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if count >= of:
-            return f"{count / of:.1f} {unit}"
-    return f"{count} B" if count else "-"
+    return bytes_text(count) if count else "-"
 
 
 def _place(node: NodeReport | None) -> str:

@@ -28,6 +28,7 @@ from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.lower import register_decompositions, without_autocast
 from fxshard.passes.outline import copied
 from fxshard.passes.pipeline import executable
+from fxshard.provenance import module_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -52,11 +53,13 @@ class Moment:
         phase: ``"forward"`` or ``"backward"``.
         node: The name of the operator that runs.
         bytes: What is alive while it does.
+        module: The module that runs it, or whose gradients it computes; empty where it is not known.
     """
 
     phase: str
     node: str
     bytes: int
+    module: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,8 +101,8 @@ class Memory:
             "kept for the backward": self.saved_bytes,
             "gradients": self.gradient_bytes,
         }
-        lines = [f"peak {_size(peak.bytes)}, in the {peak.phase} at {peak.node}"]
-        return "\n".join(lines + [f"  {name:<24}{_size(count):>12}" for name, count in rows.items()])
+        lines = [f"peak {size_text(peak.bytes)}, in the {peak.phase} at {peak.node}"]
+        return "\n".join(lines + [f"  {name:<24}{size_text(count):>12}" for name, count in rows.items()])
 
 
 def predict_memory(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> Memory:
@@ -133,13 +136,13 @@ def _walked(graphs: Partitioned, state_bytes: int, input_bytes: int, *, fusing: 
     forward = _Walk(graphs.forward.graph, {}, {}, fusing=fusing)
     forward.sizes.update(dict.fromkeys(forward.inputs, 0))  # counted as state and inputs
     base = state_bytes + input_bytes
-    timeline = [Moment("forward", name, base + size) for name, size in forward.alive()]
+    timeline = [Moment("forward", n.name, base + size, module_path(n)) for n, size in forward.alive()]
     saved = forward.bytes_of(forward.outputs[graphs.outputs :])
     gradients = 0
     if graphs.backward is not None:
         known = {node.name: forward.roots(node) for node in forward.nodes}
         backward = _Walk(graphs.backward.graph, known, forward.sizes, fusing=fusing)
-        timeline += [Moment("backward", name, base + size) for name, size in backward.alive()]
+        timeline += [Moment("backward", n.name, base + size, module_path(n)) for n, size in backward.alive()]
         gradients = backward.bytes_of(backward.outputs)
     return Memory(state_bytes, input_bytes, gradients, saved, tuple(timeline))
 
@@ -178,7 +181,7 @@ class _Walk:
         """Return the bytes that hold the values of ``nodes``."""
         return sum(self.sizes[root] for root in {root for node in nodes for root in self.roots(node)})
 
-    def alive(self) -> Iterator[tuple[str, int]]:
+    def alive(self) -> Iterator[tuple[fx.Node, int]]:
         """Yield each operator with the bytes that are alive while it runs."""
         ends = self._ends()
         now = self.bytes_of(self.inputs)
@@ -186,7 +189,7 @@ class _Walk:
             if node.op not in ("placeholder", "output") and node.target is not operator.getitem:
                 made = [node, *(user for user in node.users if user.target is operator.getitem)]
                 now += self.bytes_of(n for n in made if n in self.roots(n))
-                yield node.name, now
+                yield node, now
             now -= sum(self.sizes[root] for root in ends.get(node, ()))
 
     def _ends(self) -> dict[fx.Node, list[fx.Node]]:
@@ -234,7 +237,8 @@ def _name(node: fx.Node) -> str:
     return str(getattr(node.target, "__name__", "")).partition(".")[0]
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Return a number of bytes as allocators count them: ``"12.00 MiB"``."""
     units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
     unit = next((name for name, size in units.items() if count >= size), "KiB")
     return f"{count / units[unit]:.2f} {unit}"

@@ -1,8 +1,9 @@
-r"""Graph files of a plan: DOT for Graphviz, GraphML for Gephi, yEd and networkx.
+r"""Graph files of a plan: DOT for Graphviz, GraphML for Gephi, yEd and networkx, JSON, and the two pictures.
 
-One vertex for each node of the global graph, one edge for each value, ::
+In DOT a module's call is a cluster and parameters are left out; in the others every node is a vertex, ::
 
-    node    label "conv2d\n1x8x16x64 [S(3; 0,32,64)]"    coloured by layout, double border where something is gathered
+    node    label "conv2d\n1x8x16x64 [S(3; 0,32,64)]"    coloured by layout, double border where something is gathered,
+                                                         a hexagon where it only communicates
     edge    from who makes a value to who uses it
 """
 
@@ -13,41 +14,45 @@ from typing import TYPE_CHECKING
 
 import networkx as nx
 
+from fxshard.drawing import Call, Kind, bytes_text, kind_of_node, sizes_text
+from fxshard.html_file import page
+from fxshard.svg_file import svg
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import fx
+    from fxshard.drawing import Box, Drawing
+    from fxshard.report import NodeReport
 
-    from fxshard.report import NodeReport, PlanReport
-
-SPLIT, WHOLE, GATHERED = "#9ecae1", "#eeeeee", "#fdae6b"
+FILLS = {
+    Kind.SPLIT: "#9ecae1",
+    Kind.WHOLE: "#eeeeee",
+    Kind.GATHERED: "#fdae6b",
+    Kind.COMMUNICATION: "#e7b8dd",
+    Kind.OTHER: "#ffffff",
+}
 """Fill colours."""
 
 
-def to_networkx(report: PlanReport, planned: fx.GraphModule) -> nx.DiGraph[str]:
-    """Return the plan as a graph with attributes of plain types.
-
-    Args:
-        report: Of the plan.
-        planned: Its global graph.
-    """
+def to_networkx(drawing: Drawing) -> nx.DiGraph[str]:
+    """Return all nodes, parameters too, as a graph with attributes of plain types."""
     graph: nx.DiGraph[str] = nx.DiGraph()
-    reports = {node.name: node for node in report.nodes}
-    for node in planned.graph.nodes:
-        graph.add_node(node.name, **_attributes(reports[node.name]))
-        sent = reports[node.name].sent.of().bytes
-        for source in node.all_input_nodes:
-            graph.add_edge(source.name, node.name, bytes=sent)
+    for node in drawing.report.nodes:
+        graph.add_node(node.name, **_attributes(node))
+        for source in node.inputs:
+            graph.add_edge(source, node.name, bytes=node.sent.of().bytes)
     return graph
 
 
-def _attributes(node: NodeReport) -> dict[str, str | int]:
+def _attributes(node: NodeReport) -> dict[str, str | int | bool]:
     sent = node.sent.of()
     return {
         "op": node.op,
+        "kind": str(kind_of_node(node)),
+        "is_state": node.is_state,
         "module": node.module,
-        "shape": "x".join(map(str, node.shape or ())),
-        "local_shape": "x".join(map(str, node.local_shape or ())),
+        "shape": sizes_text(node.shape),
+        "local_shape": sizes_text(node.local_shape),
         "layout": node.layout,
         "reason": node.reason,
         "source": node.source,
@@ -56,37 +61,60 @@ def _attributes(node: NodeReport) -> dict[str, str | int]:
     }
 
 
-def graphml(report: PlanReport, planned: fx.GraphModule) -> str:
-    """Return the plan as GraphML; arguments as :func:`to_networkx`'s."""
+def graphml(drawing: Drawing) -> str:
+    """Return the graph as GraphML."""
     written = io.BytesIO()
-    nx.write_graphml(to_networkx(report, planned), written)
+    nx.write_graphml(to_networkx(drawing), written)
     return written.getvalue().decode()
 
 
-def dot(report: PlanReport, planned: fx.GraphModule) -> str:
-    """Return the plan in Graphviz' language; arguments as :func:`to_networkx`'s."""
-    graph = to_networkx(report, planned)
-    lines = ["digraph plan {", '  node [shape=box, style=filled, fontname="Helvetica"]']
-    for name, about in graph.nodes.items():
-        label = rf"{name}\n{about['shape']} {about['layout']}"
-        if about["bytes"]:
-            label += rf"\n{about['messages']} messages, {about['bytes']:,} bytes"
-        borders = ", peripheries=2" if about["reason"] else ""
-        lines.append(f"  {_quoted(name)} [label={_quoted(label)}, fillcolor={_quoted(_colour(about))}{borders}]")
-    lines += [f"  {_quoted(a)} -> {_quoted(b)}" for a, b in graph.edges]
+def json(drawing: Drawing) -> str:
+    """Return the report as JSON, as ``docs/plan.schema.json`` says."""
+    return drawing.report.to_json()
+
+
+def dot(drawing: Drawing) -> str:
+    """Return the graph in Graphviz' language, with a cluster for each module."""
+    lines = ["digraph plan {", f"  label={_quoted(f'{drawing.title}, {drawing.caption}')}", "  labelloc=t"]
+    lines.append('  node [shape=box, style=filled, fontname="Helvetica"]')
+    lines += _boxes(drawing.boxes, "  ")
+    lines += [f"  {_quoted(a)} -> {_quoted(b)}" for a, b in drawing.edges]
     return "\n".join([*lines, "}"])
 
 
-def _colour(about: dict[str, str | int]) -> str:
-    if about["reason"]:
-        return GATHERED
-    return SPLIT if "S(" in str(about["layout"]) else WHOLE
+def _boxes(boxes: Sequence[Box], margin: str) -> Iterator[str]:
+    for box in boxes:
+        if isinstance(box, Call):
+            yield f"{margin}subgraph {_quoted(f'cluster_{box.key}')} {{"
+            yield f"{margin}  label={_quoted(box.label)}"
+            yield from _boxes(box.children, f"{margin}  ")
+            yield f"{margin}}}"
+        else:
+            yield margin + _vertex(box.node, box.label)
 
 
-def _quoted(text: str) -> str:
-    escaped = text.replace('"', r"\"")
-    return f'"{escaped}"'
+def _vertex(node: NodeReport, label: str) -> str:
+    lines = [label if label == node.name else f"{label} ({node.name})"]
+    lines.append(f"{sizes_text(node.shape) or sizes_text(node.local_shape)} {node.layout}".strip())
+    for way, part in (("forward", node.sent.forward), ("backward", node.sent.backward)):
+        lines += [f"{way} {kind}: {t.messages} messages, {bytes_text(t.bytes)}" for kind, t in part.items()]
+    kind = kind_of_node(node)
+    shape = ", shape=hexagon" if kind is Kind.COMMUNICATION else ""
+    borders = ", peripheries=2" if node.reason else ""
+    return f"{_quoted(node.name)} [label={_quoted(*lines)}, fillcolor={_quoted(FILLS[kind])}{shape}{borders}]"
 
 
-WRITERS: dict[str, Callable[[PlanReport, fx.GraphModule], str]] = {".dot": dot, ".graphml": graphml}
+def _quoted(*lines: str) -> str:
+    return '"' + r"\n".join(line.replace("\\", r"\\").replace('"', r"\"") for line in lines if line) + '"'
+
+
+WRITERS: dict[str, Callable[[Drawing], str]] = {
+    ".json": json,
+    ".dot": dot,
+    ".graphml": graphml,
+    ".svg": svg,
+    ".html": page,
+}
 """By file ending."""
+WITH_MEMORY = (".svg", ".html")
+"""What shows the memory, which takes seconds to predict."""

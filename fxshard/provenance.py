@@ -45,8 +45,11 @@ def source_line(node: fx.Node) -> str:
 
 
 def module_path(node: fx.Node) -> str:
-    """Return the module that runs ``node``, as ``named_modules`` names it; nothing where it is not known."""
-    stack = node.meta.get("nn_module_stack") or {}
+    """Return the module that runs ``node``, as ``named_modules`` names it; nothing where it is not known.
+
+    A node of a backward belongs to the module whose gradients it computes.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if node.op == "placeholder" or not stack:
         return ""
     path = str(list(stack.values())[-1][0])

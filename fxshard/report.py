@@ -36,6 +36,8 @@ from fxshard.provenance import is_communication, module_path, origins, source_li
 from fxshard.values import passes_gradient, plan_of, tensor_value
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import fx
 
     from fxshard.passes.config import Config
@@ -91,6 +93,9 @@ class Communication:
 class NodeReport:
     """One node of the planned graph.
 
+    Of a node of the rank's own graph, ``shape``, ``dtype`` and ``layout`` are those of the planned node that it makes,
+    and missing where it makes a part of it only; ``local_shape`` is its own.
+
     Args:
         name: Its name in the graph.
         op: ``"placeholder"``, ``"output"`` or the operator.
@@ -102,6 +107,8 @@ class NodeReport:
         module: The module that runs it, as ``named_modules`` names it.
         source: The user's line.
         sent: What this rank sends for it.
+        inputs: The nodes that it reads.
+        is_state: Whether it is a parameter or a buffer of the model.
     """
 
     name: str
@@ -114,6 +121,8 @@ class NodeReport:
     module: str = ""
     source: str = ""
     sent: Communication = field(default_factory=Communication)
+    inputs: tuple[str, ...] = ()
+    is_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,11 +133,15 @@ class PlanReport:
         mesh_shape: Ranks on each mesh axis.
         coords: Which rank.
         nodes: In program order.
+        stage: Whose nodes they are: ``"global"`` the planned graph's, ``"local"`` those it was rewritten to.
+        updates: The nodes that make the new value of a buffer, which a planned graph returns beside the results.
     """
 
     mesh_shape: tuple[int, ...]
     coords: tuple[int, ...]
     nodes: tuple[NodeReport, ...]
+    stage: str = "global"
+    updates: tuple[str, ...] = ()
 
     @property
     def total(self) -> Communication:
@@ -141,7 +154,7 @@ class PlanReport:
         return dict(Counter(node.reason for node in self.nodes if node.reason))
 
     def to_json(self) -> str:
-        """Return the report as JSON: ``version``, ``mesh_shape``, ``coords``, ``reasons``, ``total`` and ``nodes``."""
+        """Return the report as JSON; ``docs/plan.schema.json`` says what is where."""
         table = {
             "version": VERSION,
             **dataclasses.asdict(self),
@@ -174,12 +187,61 @@ def describe(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> 
     """
     assert config.rank is not None, "a local graph is one rank's"
     coords = config.rank.coords
-    sent = _communication_by_node(planned, local, config)
-    nodes = tuple(_describe_node(node, coords, sent.get(node, Communication())) for node in planned.graph.nodes)
-    return PlanReport(config.mesh_shape, coords, nodes)
+    sent: dict[fx.Node, Communication] = {}
+    for _, origin, its in _communications(planned, local, config):
+        sent[origin] = sent.get(origin, Communication()) + its
+    state = _state(planned, planned)
+    nodes = tuple(
+        dataclasses.replace(_describe_node(node, coords), sent=sent.get(node, Communication()), is_state=node in state)
+        for node in planned.graph.nodes
+    )
+    captured: Captured = planned.meta[KEY]
+    returned = planned.graph.output_node().args[0]
+    assert isinstance(returned, (tuple, list))
+    updates = tuple(str(node) for node in returned[: len(captured.updates)])
+    return PlanReport(config.mesh_shape, coords, nodes, updates=updates)
 
 
-def _describe_node(node: fx.Node, coords: tuple[int, ...], sent: Communication) -> NodeReport:
+def describe_local(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> PlanReport:
+    """Return what the graph of ``config.rank`` does, node by node; arguments as :func:`describe`'s."""
+    assert config.rank is not None, "a local graph is one rank's"
+    coords = config.rank.coords
+    sent = {node: its for node, _, its in _communications(planned, local, config)}
+    state = _state(planned, local)
+    nodes = tuple(
+        dataclasses.replace(
+            _describe_local_node(node, origin, coords), sent=sent.get(node, Communication()), is_state=node in state
+        )
+        for node, origin in origins(planned, local)
+    )
+    return PlanReport(config.mesh_shape, coords, nodes, "local")
+
+
+def _describe_local_node(node: fx.Node, origin: fx.Node, coords: tuple[int, ...]) -> NodeReport:
+    whole, value = _describe_node(origin, coords), _first_tensor(node)
+    shape = None if value is None else tuple(value.shape)
+    makes_it = shape is not None and shape == whole.local_shape and not is_communication(node)
+    return NodeReport(
+        name=node.name,
+        op=_op_name(node),
+        shape=whole.shape if makes_it else None,
+        dtype="" if value is None else _dtype(value),
+        layout=whole.layout if makes_it else "",
+        local_shape=shape,
+        reason=whole.reason if is_communication(node) or node.op == "placeholder" else "",
+        module=whole.module,
+        source=whole.source,
+        inputs=tuple(n.name for n in node.all_input_nodes),
+    )
+
+
+def _state(planned: fx.GraphModule, gm: fx.GraphModule) -> set[fx.Node]:
+    """Return the inputs of ``gm``, the planned graph or its local one, that are parameters or buffers."""
+    captured: Captured = planned.meta[KEY]
+    return {n for n, it_is in zip(gm.graph.find_nodes(op="placeholder"), captured.is_state, strict=True) if it_is}
+
+
+def _describe_node(node: fx.Node, coords: tuple[int, ...]) -> NodeReport:
     plan, value = plan_of(node), _first_tensor(node)
     about = NodeReport(
         name=node.name,
@@ -187,7 +249,7 @@ def _describe_node(node: fx.Node, coords: tuple[int, ...], sent: Communication) 
         reason=plan.reason if plan else "",
         module=module_path(node),
         source=source_line(node),
-        sent=sent,
+        inputs=tuple(n.name for n in node.all_input_nodes),
     )
     if plan is None or value is None or not plan.outputs:
         return about
@@ -195,10 +257,14 @@ def _describe_node(node: fx.Node, coords: tuple[int, ...], sent: Communication) 
     return dataclasses.replace(
         about,
         shape=shape,
-        dtype=str(value.dtype).removeprefix("torch."),
+        dtype=_dtype(value),
         layout=str(layout),
         local_shape=layout.local_shape(shape, coords),
     )
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _op_name(node: fx.Node) -> str:
@@ -219,20 +285,16 @@ def _merge(a: dict[str, Traffic], b: dict[str, Traffic]) -> dict[str, Traffic]:
     return {kind: a.get(kind, Traffic()) + b.get(kind, Traffic()) for kind in KINDS if kind in a or kind in b}
 
 
-def _communication_by_node(
+def _communications(
     planned: fx.GraphModule, local: fx.GraphModule, config: Config
-) -> dict[fx.Node, Communication]:
+) -> Iterator[tuple[fx.Node, fx.Node, Communication]]:
+    """Yield the local nodes that communicate, each with its planned node and with what is sent."""
     with_gradient, bucketed = _with_gradient(planned, local), _bucketed(local, config)
-    total: dict[fx.Node, Communication] = {}
     for node, origin in origins(planned, local):
         if node in bucketed:
-            sent = Communication({}, {"gradient": bucketed[node]})
+            yield node, origin, Communication({}, {"gradient": bucketed[node]})
         elif is_communication(node):
-            sent = _communication(node, node in with_gradient)
-        else:
-            continue
-        total[origin] = total.get(origin, Communication()) + sent
-    return total
+            yield node, origin, _communication(node, node in with_gradient)
 
 
 def _bucketed(local: fx.GraphModule, config: Config) -> dict[fx.Node, Traffic]:
