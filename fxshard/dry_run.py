@@ -33,6 +33,7 @@ from fxshard.passes.config import Config
 from fxshard.passes.pipeline import localized, planned
 from fxshard.plan_files import WITH_MEMORY, WRITERS
 from fxshard.report import NodeReport, PlanReport, describe, describe_local
+from fxshard.values import depends_on_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -159,7 +160,7 @@ class Plan:
                 layouts, communication and reasons: ``.json``, ``.dot``, ``.graphml``, ``.svg`` a picture by modules,
                 ``.html`` a page to look around in.
             stage: Which graph: ``"global"``, or ``"local"``, what it was rewritten to for the rank.
-            memory: Whether pictures show the memory, too; for a large model it takes some seconds.
+            memory: Whether pictures show the memory, too, where it is known; for a large model it takes some seconds.
             title: Of pictures.
 
         Returns:
@@ -174,7 +175,8 @@ class Plan:
             raise PlanError(msg)
         texts: dict[str, Callable[[], str]] = {".txt": self.summary, ".py": lambda: self.code}
         if path.suffix in WRITERS:
-            shown = self.memory if memory and path.suffix in WITH_MEMORY else None
+            known = not any(map(depends_on_data, self.planned.graph.nodes))
+            shown = self.memory if memory and known and path.suffix in WITH_MEMORY else None
             report = self.report if stage == "global" else self.local_report
             text = WRITERS[path.suffix](Drawing(report, shown, title or "fxshard plan"))
         elif path.suffix in texts:

@@ -24,11 +24,13 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from fxshard._torch import Partitioned, partitioned
+from fxshard.errors import PlanError
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.lower import register_decompositions, without_autocast
 from fxshard.passes.outline import copied
 from fxshard.passes.pipeline import executable
 from fxshard.provenance import module_path
+from fxshard.values import depends_on_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -112,7 +114,13 @@ def predict_memory(planned: fx.GraphModule, local: fx.GraphModule, config: Confi
         planned: The global graph.
         local: What it was rewritten to for the rank.
         config: Names the inner backend.
+
+    Raises:
+        PlanError: A size depends on data.
     """
+    if any(map(depends_on_data, planned.graph.nodes)):
+        msg = "the memory of a step cannot be predicted: sizes in the model depend on data"
+        raise PlanError(msg)
     if config.inner_backend == FUSING:
         register_decompositions()
     captured: Captured = planned.meta[KEY]

@@ -36,7 +36,7 @@ from fxshard.provenance import is_communication, module_path, origins, source_li
 from fxshard.values import passes_gradient, plan_of, tensor_value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import fx
 
@@ -99,7 +99,7 @@ class NodeReport:
     Args:
         name: Its name in the graph.
         op: ``"placeholder"``, ``"output"`` or the operator.
-        shape: The global shape of its (first) tensor, None where it has none.
+        shape: The global shape of its (first) tensor, None where it has none; -1 is a size that only the data tells.
         dtype: Of that tensor, such as ``"float32"``; empty where there is none.
         layout: Where that tensor lives: one placement for each mesh axis.
         local_shape: What this rank holds of it.
@@ -219,7 +219,7 @@ def describe_local(planned: fx.GraphModule, local: fx.GraphModule, config: Confi
 
 def _describe_local_node(node: fx.Node, origin: fx.Node, coords: tuple[int, ...]) -> NodeReport:
     whole, value = _describe_node(origin, coords), _first_tensor(node)
-    shape = None if value is None else tuple(value.shape)
+    shape = None if value is None else _known(value.shape)
     makes_it = shape is not None and shape == whole.local_shape and not is_communication(node)
     return NodeReport(
         name=node.name,
@@ -253,18 +253,23 @@ def _describe_node(node: fx.Node, coords: tuple[int, ...]) -> NodeReport:
     )
     if plan is None or value is None or not plan.outputs:
         return about
-    layout, shape = plan.outputs[0], tuple(value.shape)
+    layout = plan.outputs[0]
     return dataclasses.replace(
         about,
-        shape=shape,
+        shape=_known(value.shape),
         dtype=_dtype(value),
         layout=str(layout),
-        local_shape=layout.local_shape(shape, coords),
+        local_shape=_known(layout.local_shape(value.shape, coords)),
     )
 
 
 def _dtype(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
+
+
+def _known(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Return a shape with -1 for sizes that only the data tells."""
+    return tuple(size if isinstance(size, int) else -1 for size in shape)
 
 
 def _op_name(node: fx.Node) -> str:

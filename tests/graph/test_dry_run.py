@@ -140,3 +140,24 @@ def test_the_command_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_the_command_refuses_unknown_letters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{__name__}:net", "--input", "2x3x24x64", "--world-size", "2", "--split", "D"]) == 2
     assert "an input of 4 dimensions has H W" in capsys.readouterr().err
+
+
+class Chosen(nn.Module):
+    """The mean of what is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        return y[y > 0].mean()
+
+
+def test_a_size_that_only_the_data_tells_is_written_as_such(tmp_path: Path) -> None:
+    found = fxshard.plan(Chosen(), torch.randn(1, 3, 8, 16), world_size=2, inner_backend="aot_eager")
+    report = json.loads(found.save(tmp_path / "plan.json").read_text())
+    assert next(node["shape"] for node in report["nodes"] if node["op"] == "aten.index.Tensor") == [-1]
+    found.save(tmp_path / "plan.svg")  # without the memory
+    with pytest.raises(PlanError, match="sizes in the model depend on data"):
+        found.memory  # noqa: B018
