@@ -61,12 +61,11 @@ def transform(  # noqa: PLR0913  options, by keyword
         rng: "match": random draws have the bits that the untouched model draws in eager mode; each is drawn whole and
             cut.  "counter": each rank makes the numbers of its part, hashed from a seed of the default generator and
             the place in the whole; they are the same for any number of ranks, and not the untouched model's.
-        inputs: "global": every rank passes the whole batch.  "local": the image-like tensors (floating, with the
-            most dimensions) are this rank's part, cut along ``placements``, which are needed then; the gradient of a
-            part is that part of the whole's gradient.  A ``DTensor`` on ``mesh`` is taken as what it is either way.
+        inputs: "global": every rank passes the whole batch.  "local": the image-like tensors (floating or bytes, with
+            the most dimensions) are this rank's part, cut along ``placements``, which are needed then; the gradient of
+            a part is that part of the whole's gradient.  A ``DTensor`` on ``mesh`` is taken as what it is either way.
             Parts may have other shapes on every call, so every call tells them to the other ranks through the process
-            group's store: 0.2 ms for two ranks, about 1 ms for eight, and processes (not GPUs) wait for the last one,
-            ten minutes at most.  A ``DTensor`` knows the whole's shape and avoids this.
+            group's store; a ``DTensor`` knows the whole's shape and avoids this.
         outputs: "global": whole tensors on every rank.  "local": outputs that the plan leaves split are ``DTensor``
             on ``mesh``; the others are whole.
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB, as in ``DistributedDataParallel``; 0 gives each

@@ -50,17 +50,28 @@ def convert(
     Returns:
         The local node in layout ``target``; ``x`` itself where nothing has to be done.
     """
+    have, crossing = list(source), _crossing(source, target)
     for axis in _by_outer(source, innermost_first=True):
         want = target[axis]
-        if not isinstance(want, Shard):
-            x = _replicate(emitter, x, axis, source[axis])
+        if not isinstance(want, Shard) or axis in crossing:
+            x, have[axis] = _replicate(emitter, x, axis, source[axis]), Replicate()
             if axis in summed_axes and isinstance(want, Replicate):
                 x = emitter.sum_gradient(x, axis)
     for axis in _by_outer(target, innermost_first=False):
         want = target[axis]
         if isinstance(want, Shard):
-            x = _shard(emitter, x, axis, source[axis], want, needs_grad=needs_grad)
+            x = _shard(emitter, x, axis, have[axis], want, needs_grad=needs_grad)
     return x
+
+
+def _crossing(source: Layout, target: Layout) -> frozenset[int]:
+    """Return the axes of which one is to split a dimension that the other one splits still: a map and its transpose."""
+    found: set[int] = set()
+    for axis, (have, want) in enumerate(zip(source, target, strict=True)):
+        if isinstance(have, Shard) and isinstance(want, Shard) and have.dim != want.dim:
+            others = [b for b, p in enumerate(source) if b != axis and isinstance(p, Shard) and p.dim == want.dim]
+            found.update((axis, *others) if others else ())
+    return frozenset(found)
 
 
 def _by_outer(layout: Layout, *, innermost_first: bool) -> list[int]:

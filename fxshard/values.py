@@ -119,10 +119,15 @@ def _may_need_gradient(leaf: object) -> bool:
 
 LEAST_DIMENSIONS = 3
 """Of an image: batch or channels, and what may be split."""
+BYTES = (torch.uint8, torch.bool)
+"""The dtypes of images beside the floating ones."""
 
 
 def image_positions(values: Sequence[object]) -> list[int]:
-    """Return which of a model's inputs are image-like: floating, with the most dimensions, three or more.
+    """Return which of a model's inputs are image-like.
+
+    Those are the floating ones with the most dimensions, three or more, and bytes and masks with as many: a camera's
+    image may come as bytes.  Integers are labels and positions.
 
     Args:
         values: The inputs, tensors among them.
@@ -130,7 +135,11 @@ def image_positions(values: Sequence[object]) -> list[int]:
     Example:
         >>> image_positions([torch.ones(2, 3, 8, 8), torch.ones(2, 3, 8, 8).long(), torch.ones(2, 5), "bilinear"])
         [0]
+        >>> image_positions([torch.ones(2, 3, 8, 8, dtype=torch.uint8), torch.ones(2, 5)])
+        [0]
     """
-    dims = [v.ndim if isinstance(v, torch.Tensor) and v.is_floating_point() else 0 for v in values]
-    most = max((LEAST_DIMENSIONS, *dims))
+    tensors = [v if isinstance(v, torch.Tensor) else None for v in values]
+    floating = [v.ndim for v in tensors if v is not None and v.is_floating_point() and v.ndim >= LEAST_DIMENSIONS]
+    dims = [0 if v is None or not (v.is_floating_point() or v.dtype in BYTES) else v.ndim for v in tensors]
+    most = max(floating or (LEAST_DIMENSIONS, *dims))
     return [i for i, count in enumerate(dims) if count == most]

@@ -38,7 +38,7 @@ from fxshard._torch import (
 from fxshard.errors import CaptureError
 from fxshard.passes.custom_functions import refuse_draws, run_custom_function
 from fxshard.passes.hidden_writes import HiddenWrites, remove_copies
-from fxshard.passes.spelled_out import SPELLED_OUT
+from fxshard.passes.spelled_out import METHODS, SPELLED_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,8 +111,10 @@ class _Runner(fx.Interpreter):
         return _Runner(region, self.writes).run(*inputs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a tensor's method."""
+        """Run a tensor's method, spelled out."""
         with self.writes.around((args, kwargs)):
+            if target in METHODS and isinstance(args[0], torch.Tensor):
+                return METHODS[target](*args, **kwargs)
             return super().call_method(target, args, kwargs)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

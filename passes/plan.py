@@ -125,8 +125,9 @@ def _check_dims(gm: fx.GraphModule, config: Config) -> None:
     if not images:
         found = ", ".join(_described(tensor_value(n)) for n in _user_inputs(gm)) or "none"
         msg = (
-            f"placements split dim {most}, but no input is an image (floating, {LEAST_DIMENSIONS} or more dimensions); "
-            f"inputs: {found}. Pass the image as such an input, or give placements=None to run without a split"
+            f"placements split dim {most}, but no input is an image (floating or bytes, {LEAST_DIMENSIONS} or more "
+            f"dimensions); inputs: {found}. Pass the image as such an input, or give placements=None to run without a "
+            "split"
         )
         raise PlanError(msg)
     ndim = tensor_value(images[0]).ndim
@@ -147,7 +148,7 @@ def why_not_split(gm: fx.GraphModule, config: Config) -> dict[fx.Node, str]:
     if config.parts:
         return {}
     if not images and (config.dims is None or config.piece):
-        reason = f"no input is floating with {LEAST_DIMENSIONS} or more dimensions, nothing is split"
+        reason = f"no input is floating or bytes with {LEAST_DIMENSIONS} or more dimensions, nothing is split"
         return dict.fromkeys(_user_inputs(gm), reason)
     reasons = []
     for axis, (dim, ranks) in enumerate(axes):

@@ -8,12 +8,15 @@ result in either case.  ``x.data`` is no operator at all, and ``x.data *= y`` as
                                                     F.instance_norm(x, None, None, ...)
     F.dropout(x, p)                         ->      F.dropout(x, p).clone(), or x itself
     F.embedding(i, table, max_norm=...)     ->      table: shorten the rows in no_grad; F.embedding(i, table)
+    F.group_norm(x), x.roll(...), ...       ->      the same in the memory order of the CPU's kernel, not the fake one's
+    x[i] = y, of complex numbers            ->      view_as_real(x)[i] = view_as_real(y)
     x.data                                  ->      x.detach()
     x.data *= y                             ->      x.detach().mul_(y)
 """
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""The memory format by the number of dimensions."""
 
 
 def _instance_norm(
@@ -101,6 +108,32 @@ def _renormed(
     return renewed
 
 
+def _ordered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``function`` with its result in the memory order of the kernel of CPUs, which keep channels last.
+
+    The fake kernels say contiguous.  Draws fill memory in its order, so a dropout behind would draw other numbers.
+    """
+
+    def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made, last = function(input, *args, **kwargs), CHANNELS_LAST.get(input.ndim)
+        if last is None or input.device.type != "cpu" or input.is_contiguous():
+            return made
+        return made.contiguous(memory_format=last) if input.is_contiguous(memory_format=last) else made
+
+    return run
+
+
+def _setitem(x: Any, index: Any, value: Any) -> None:
+    """Write a part of a tensor; of a complex one as real numbers, for its scatter has no derivative."""
+    if not (isinstance(x, torch.Tensor) and x.is_complex()):
+        operator.setitem(x, index, value)
+        return
+    indices = index if isinstance(index, tuple) else (index,)
+    open_end = any(i is Ellipsis for i in indices)
+    value = torch.as_tensor(value, device=x.device).to(x.dtype)
+    torch.view_as_real(x)[(*indices, slice(None)) if open_end else indices] = torch.view_as_real(value)
+
+
 def _set_data(x: Tensor, source: Any, *rest: Any) -> Tensor:
     """Return ``x`` with the memory of ``source``, which it may have already."""
     if isinstance(source, torch.Tensor) and not rest and _memory(x) == _memory(source):
@@ -120,7 +153,14 @@ SPELLED_OUT: dict[Any, Callable[..., Any]] = {
     torch.dropout: _aten_dropout,
     F.embedding: _embedding,
     F.embedding_bag: _embedding_bag,
+    operator.setitem: _setitem,
     get_data: torch.detach,
     set_data: _set_data,
 }
 """For a call of a Dynamo graph that capture does not see through, one that it does."""
+SPELLED_OUT |= {
+    function: _ordered(function)
+    for function in (F.group_norm, torch.group_norm, torch.roll, torch.channel_shuffle, F.channel_shuffle, F.rrelu)
+}
+METHODS: dict[str, Callable[..., Any]] = {"roll": _ordered(torch.roll)}
+"""The same for a call of a tensor's method."""

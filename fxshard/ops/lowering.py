@@ -48,7 +48,7 @@ def define(name: str, schema: str) -> Callable[[Lowering], CustomOpDef]:
     """
 
     def register(lowering: Lowering) -> CustomOpDef:
-        operator = torch.library.custom_op(f"fxshard::{name}", lowering, mutates_args=(), schema=schema)
+        operator = torch.library.custom_op(f"fxshard::{name}", _of_its_own(lowering), mutates_args=(), schema=schema)
         overload = getattr(torch.ops.fxshard, name).default
         if overload in LOWERINGS:
             msg = f"fxshard::{name} is defined twice"
@@ -57,6 +57,16 @@ def define(name: str, schema: str) -> Callable[[Lowering], CustomOpDef]:
         return operator
 
     return register
+
+
+def _of_its_own(lowering: Lowering) -> Lowering:
+    """Return ``lowering`` with a result that is no view, which autograd would let nobody write to."""
+
+    def run(*args: Any) -> torch.Tensor:
+        made = lowering(*args)
+        return torch.empty(0, dtype=made.dtype, device=made.device).set_(made)  # type: ignore[call-overload]
+
+    return run
 
 
 def differentiate(operator: CustomOpDef, backward: Lowering) -> None:

@@ -126,7 +126,7 @@ NARROW: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]
     "chosen": ((1, 2, 2, 3), None, (4,), ["dim 3 has 3 columns for 4 ranks, it is not split"]),
     "one-axis-of-two": ((1, 2, 6, 3), (2, 3), (2, 4), ["dim 3 has 3 columns for 4 ranks, it is not split"]),
     "more-axes-than-dimensions": ((1, 2, 6), None, (2, 2), ["mesh axis 1 has no dimension left to split"]),
-    "no-image": ((5, 8), None, (4,), ["no input is floating with 3 or more dimensions, nothing is split"]),
+    "no-image": ((5, 8), None, (4,), ["no input is floating or bytes with 3 or more dimensions, nothing is split"]),
     "replicated-as-asked": ((1, 2, 6, 3), (-1,), (4,), []),
     "wide": ((1, 2, 6, 4), (3,), (4,), []),
 }
@@ -148,14 +148,16 @@ def test_a_small_image_next_to_one_that_is_split_says_nothing() -> None:
     assert found.layouts()["mul.Tensor"] == [WIDTH]
 
 
-@pytest.mark.parametrize("inputs", [[torch.zeros(5, 8)], [torch.zeros(2, 3, 8, 8).byte(), torch.zeros(5)]], ids=str)
+@pytest.mark.parametrize(
+    "inputs", [[torch.zeros(5, 8)], [torch.zeros(2, 3, 8, 8).long(), torch.zeros(5)]], ids=["flat", "labels"]
+)
 def test_placements_without_an_image_are_refused(inputs: list[Tensor]) -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         graphs(Of(lambda *given: [x + 1 for x in given]), inputs)
     error = caught.value.inner_exception
     assert isinstance(error, PlanError)
-    assert "placements split dim 3, but no input is an image (floating, 3 or more dimensions)" in str(error)
-    assert ("uint8[2, 3, 8, 8], float32[5]" if len(inputs) == 2 else "inputs: float32[5, 8].") in str(error)
+    assert "placements split dim 3, but no input is an image (floating or bytes, 3 or more dimensions)" in str(error)
+    assert ("int64[2, 3, 8, 8], float32[5]" if len(inputs) == 2 else "inputs: float32[5, 8].") in str(error)
 
 
 def test_a_dimension_that_no_input_has_is_refused() -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Shard
 
 from fxshard.compare import Case
 from tests.ranks.checks import assert_exact
@@ -15,7 +17,7 @@ from tests.ranks.map_models import Mapped, image, splits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from fxshard.workers import RankPool
 
@@ -59,3 +61,34 @@ def test_roll_of_the_flattened_map_is_exact(pool: RankPool) -> None:
 def test_ranks_agree_when_compiled(pool: RankPool, backend: str) -> None:
     case = Case(functools.partial(build, "roll-far"), mesh_shape=(3,), inner_backend=backend, steps=1)
     assert_exact(pool, case)
+
+
+class WithTransposed(nn.Module):
+    """A map and another one that is split along the other axes, in one sum."""
+
+    def __init__(self, move: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.before, self.after, self.move = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1), move
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        z: Tensor = self.after(y + self.move(y))
+        return z
+
+
+TURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda y: y.transpose(2, 3),
+    "quarter-turn": lambda y: torch.rot90(y, 1, (2, 3)),
+    "transposed-and-flipped": lambda y: y.mT.flip(3),
+}
+
+
+def build_turned(name: str) -> tuple[nn.Module, tuple[Tensor]]:
+    return WithTransposed(TURNED[name]), (torch.randn(2, 3, 13, 13),)
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=["W", "HxW"])
+@pytest.mark.parametrize("name", TURNED)
+def test_a_map_meets_its_transpose(pool: RankPool, name: str, mesh: tuple[int, ...]) -> None:
+    placements = (Shard(3),) if len(mesh) == 1 else (Shard(2), Shard(3))
+    assert_exact(pool, Case(functools.partial(build_turned, name), placements, mesh), gathers=None)

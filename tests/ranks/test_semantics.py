@@ -273,3 +273,24 @@ def infer(rank: int, case: Case) -> tuple[bool, bool, str]:
 def test_inference_mode(pool: RankPool, inner_backend: str) -> None:
     case = Case(pyramid, inner_backend=inner_backend, training=False)
     assert pool.run(infer, case, ranks=2) == [(True, True, "Outputs")] * 2
+
+
+class Camera(nn.Module):
+    """Normalises the bytes of a camera in the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 5, padding=2)
+
+    def forward(self, image: Tensor, mask: Tensor | None = None) -> Tensor:
+        y: Tensor = self.conv(image.to(self.conv.weight.dtype) / 255)
+        return y if mask is None else y * mask
+
+
+def build_camera() -> tuple[nn.Module, tuple[Tensor]]:
+    return Camera(), (torch.randint(0, 256, (2, 3, 7, 22), dtype=torch.uint8),)
+
+
+@pytest.mark.parametrize("placements", [None, (Shard(3),)], ids=["chosen", "asked"])
+def test_bytes_of_a_camera_are_an_image(pool: RankPool, placements: tuple[Shard, ...] | None) -> None:
+    assert assert_exact(pool, Case(build_camera, placements)).split

@@ -61,3 +61,72 @@ def build(name: str) -> tuple[nn.Module, tuple[Tensor]]:
 @pytest.mark.parametrize("name", CALLS)
 def test_it_is_exact(pool: RankPool, name: str, *, training: bool) -> None:
     assert_exact(pool, Case(partial(build, name), training=training))
+
+
+def channels_last(*layers: nn.Module) -> tuple[nn.Module, tuple[Tensor]]:
+    last = torch.channels_last
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers).to(memory_format=last), (torch.randn(2, 3, 7, 21),)
+
+
+class Rolled(nn.Module):
+    """A shift, by the method or by the function."""
+
+    def __init__(self, *, by_method: bool) -> None:
+        super().__init__()
+        self.by_method = by_method
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.roll(2, 3) if self.by_method else torch.roll(x, (1, 2), (2, 3))
+
+
+class Noisy(nn.Module):
+    """Adds noise that is drawn into memory like its input's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x)
+
+
+# the fake kernels of these say contiguous, the CPU's keep channels last, and draws fill memory in its order
+REORDERED: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor]]]] = {
+    "group-norm": lambda: channels_last(nn.GroupNorm(4, 8), nn.SiLU(), nn.Dropout(0.5), nn.Conv2d(8, 4, 3, padding=1)),
+    "roll": lambda: channels_last(Rolled(by_method=False), nn.Dropout(0.5)),
+    "roll-method": lambda: channels_last(Rolled(by_method=True), nn.Dropout(0.5)),
+    "shuffle": lambda: channels_last(nn.ChannelShuffle(2), nn.Dropout(0.5)),
+    "noise": lambda: channels_last(nn.GroupNorm(4, 8), Noisy()),
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_draws_fill_memory_as_on_one_device(pool: RankPool, name: str) -> None:
+    assert_exact(pool, Case(partial(build_reordered, name)), gathers=None)
+
+
+def build_reordered(name: str) -> tuple[nn.Module, tuple[Tensor]]:
+    return REORDERED[name]()
+
+
+class Spectral(nn.Module):
+    """The layer of a Fourier neural operator: the low frequencies are mixed, the others are zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(4, 4, 3, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft2(self.conv(x))
+        mixed = torch.zeros_like(spectrum)
+        weight = torch.view_as_complex(self.weight)
+        mixed[:, :, :3, :4] = torch.einsum("bixy,ioxy->boxy", spectrum[:, :, :3, :4], weight)
+        mixed[..., -2:, :4] = spectrum[..., -2:, :4]
+        mixed[0, 0] = 1.0
+        return torch.fft.irfft2(mixed, s=x.shape[-2:])
+
+
+def build_spectral() -> tuple[nn.Module, tuple[Tensor]]:
+    return Spectral(), (torch.randn(2, 3, 8, 16),)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_part_of_a_spectrum_is_written(pool: RankPool, backend: str) -> None:
+    assert_exact(pool, Case(build_spectral, inner_backend=backend), gathers=True)

@@ -285,3 +285,27 @@ def functional_gradients(rank: int) -> None:
 
 def test_functional_call_gives_the_gradients_of_what_it_was_given(pool: RankPool) -> None:
     pool.run(functional_gradients, ranks=RANKS)
+
+
+def write_to_outputs(rank: int, backend: str) -> list[float]:
+    """Return how far outputs and gradients are from one device's when the output is written to (in a rank process)."""
+    torch.compiler.reset()
+    found = []
+    for ranks in (1, 2):
+        torch.manual_seed(0)
+        net: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 2, 3, padding=1)).double()
+        x = torch.randn(2, 3, 8, 18, dtype=torch.float64, requires_grad=True)
+        if ranks == 2:
+            net = transform(net, mesh=mesh((2,)), placements=[Shard(3)], inner_backend=backend)
+        y = net(x)
+        y += 1
+        y[..., 0] = 0
+        y.square().sum().backward()
+        found.append((y.detach(), x.grad))
+    return [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_outputs_may_be_written_to(pool: RankPool, backend: str) -> None:
+    for differences in pool.run(write_to_outputs, backend, ranks=2):
+        assert max(differences) < 1e-12
