@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.exc import BackendCompilerFailed, InternalTorchDynamoError, Unsupported, UserError
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._functorch.aot_autograd import aot_export_module
 from torch._functorch.autograd_function import autograd_function_apply
@@ -45,6 +51,7 @@ __all__ = [
     "FakeTensorMode",
     "InternalTorchDynamoError",
     "Partitioned",
+    "TorchRuntimeError",  # an operator that Dynamo meets refuses its inputs
     "TracingContext",
     "Unsupported",  # Dynamo met code that it cannot capture whole
     "UserError",

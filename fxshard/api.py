@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from fxshard.backend import Rng
+
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 
@@ -36,7 +38,7 @@ def transform(  # noqa: PLR0913  options, by keyword
     mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     inner_backend: str = "inductor",
-    rng: str = "match",
+    rng: Rng = "match",
     inputs: Literal["global", "local"] = "global",
     outputs: Literal["global", "local"] = "global",
     bucket_cap_mb: float = 25.0,
@@ -50,6 +52,16 @@ def transform(  # noqa: PLR0913  options, by keyword
 
     Copies by ``copy.deepcopy`` are transformed too, as ``torch.optim.swa_utils.AveragedModel`` makes them.  A
     ``torch.compile`` of what is around the result ends its graph there; it cannot be pickled, exported or traced.
+
+    With ``outputs="local"`` each rank's gradients are a term of a sum over the ranks, so its loss has to be its term
+    of the whole loss.  The mean over its own part is none, and gives wrong gradients without an error::
+
+        labels = DTensor.from_local(my_labels, mesh, [Shard(2)])                 # parts of one size
+        labels = distribute_tensor(all_labels, mesh, [Shard(2)], src_data_rank=None)            # of any
+        F.cross_entropy(out, labels)                                             # right: DTensor adds up
+        F.cross_entropy(out.full_tensor(), all_labels)                           # right, gathers the map
+        F.cross_entropy(out.to_local(), my_labels, reduction="sum") / count      # right: of the whole batch
+        F.cross_entropy(out.to_local(), my_labels)                               # wrong
 
     Args:
         model: Any module that ``torch.compile(fullgraph=True)`` can capture.
@@ -67,7 +79,7 @@ def transform(  # noqa: PLR0913  options, by keyword
             Parts may have other shapes on every call, so every call tells them to the other ranks through the process
             group's store; a ``DTensor`` knows the whole's shape and avoids this.
         outputs: "global": whole tensors on every rank.  "local": outputs that the plan leaves split are ``DTensor``
-            on ``mesh``; the others are whole.
+            on ``mesh``, cut as ``torch.chunk`` cuts; the others are whole.  For a loss of such an output see below.
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB, as in ``DistributedDataParallel``; 0 gives each
             parameter its own.
         reduce_dtype: What gradients are summed over the ranks in; None for each parameter's own type.
@@ -76,6 +88,7 @@ def transform(  # noqa: PLR0913  options, by keyword
         A module of the same class.
 
     Raises:
+        PlanError: An option has an unknown word or type, or ``placements`` do not fit ``mesh``.
         FxShardError: (when called) the model cannot be captured whole, the ranks disagree, or the request does
             not fit the inputs; (when the result is pickled, exported or traced) that would lose the ranks.
 
@@ -145,7 +158,10 @@ def _entrance(options: dict[str, Any]) -> Entrance:
             "inputs='local' says that each rank passes its part: of which dimension? Give placements=[Shard(dim), ...]"
         )
         raise PlanError(msg)
-    dims = split_dims_of(placements, len(placements)) if local else None
+    asked = (
+        None if placements is None else split_dims_of(placements, mesh.ndim if mesh is not None else len(placements))
+    )
+    dims = asked if local else None
     return Entrance(functools.cache(lambda: default_mesh() if mesh is None else mesh), dims, local)
 
 

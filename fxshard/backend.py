@@ -10,9 +10,10 @@ import dataclasses
 import functools
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as DTensorReplicate
 from torch.distributed.tensor import Shard as DTensorShard
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import fx
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
 log = logging.getLogger("fxshard")
@@ -45,7 +45,7 @@ on_compiled: list[Callable[[fx.GraphModule, fx.GraphModule, Config], None]] = []
 on_first_call: list[Callable[[fx.GraphModule, fx.GraphModule, Config, Sequence[Any]], None]] = []
 """Called with the same and the inputs when a graph that was compiled meanwhile is first called, before it runs."""
 OPTIONS = ("mesh", "placements", "inner_backend", "rng", "outputs", "bucket_cap_mb", "reduce_dtype")
-RNG_MODES = ("match", "counter")
+Rng = Literal["match", "counter"]
 WHERE = ("global", "local")
 """What inputs and outputs may be."""
 
@@ -189,10 +189,15 @@ def check_choices(options: dict[str, Any]) -> None:
     Raises:
         PlanError: One has another word, or another type.
     """
-    for name, words in (("rng", RNG_MODES), ("inputs", WHERE), ("outputs", WHERE)):
+    for name, words in (("rng", get_args(Rng)), ("inputs", WHERE), ("outputs", WHERE)):
         if options.get(name, words[0]) not in words:
-            msg = f"{name}={options[name]!r} is not there; use one of {words}"
+            msg = f"{name}={options[name]!r} is not known; use {' or '.join(map(repr, words))}"
             raise PlanError(msg)
+    _check_inner_backend(options.get("inner_backend", "inductor"))
+    mesh = options.get("mesh")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        msg = f"mesh={mesh!r} is no DeviceMesh; make one with torch.distributed.device_mesh.init_device_mesh"
+        raise PlanError(msg)
     cap = options.get("bucket_cap_mb", Config.bucket_cap_mb)
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0:
         msg = f"bucket_cap_mb={cap!r} is no size; use MiB, such as {Config.bucket_cap_mb}, or 0 for a bucket each"
@@ -200,6 +205,14 @@ def check_choices(options: dict[str, Any]) -> None:
     dtype = options.get("reduce_dtype")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         msg = f"reduce_dtype={dtype!r} is no floating dtype; use torch.float32, or None for each parameter's own"
+        raise PlanError(msg)
+
+
+def _check_inner_backend(name: object) -> None:
+    known = [n for n in torch.compiler.list_backends(()) if n != fxshard.__name__]
+    if name not in known:
+        names = ", ".join(n for n in known if not n.endswith("TESTING_ONLY"))
+        msg = f"inner_backend={name!r} is not known; use one of {names}"
         raise PlanError(msg)
 
 
@@ -256,7 +269,10 @@ def split_dims_of(placements: Sequence[Placement], axes: int) -> tuple[int, ...]
         elif isinstance(placement, DTensorReplicate):
             dims.append(-1)
         else:
-            msg = f"placement {placement} cannot be asked for; use Shard(dim) with dim >= 0 or Replicate()"
+            msg = (
+                f"placements has {placement!r}; it takes Shard(dim) with dim >= 0, such as Shard(3) for the width of "
+                "(N, C, H, W), or Replicate()"
+            )
             raise PlanError(msg)
     split = [d for d in dims if d >= 0]
     if len(set(split)) != len(split):

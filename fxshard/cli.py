@@ -1,6 +1,7 @@
 """The command line: ``fxshard COMMAND ...``.
 
-A command is one row of :data:`COMMANDS`: a module gives its arguments and runs it.  Exit status::
+A command is one row of :data:`COMMANDS`: a module gives its arguments and runs it, and imports torch no earlier.
+Models are also looked for in the current directory.  Exit status::
 
     0      done
     1      done, and the answer is no: the two trainings differ
@@ -13,12 +14,12 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fxshard
-from fxshard import demo, draw_command, plan_command, verify_command
+from fxshard import demo_arguments, draw_command, plan_command, verify_command
 from fxshard.errors import FxShardError
-from fxshard.workers import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,9 +45,18 @@ class Command:
     run: Callable[[argparse.Namespace], int]
 
 
+def _run_demo(arguments: argparse.Namespace) -> int:
+    from fxshard.demo import run
+
+    return run(arguments)
+
+
 COMMANDS = (
     Command(
-        "demo", "train a model split over ranks next to the same training on one device", demo.add_arguments, demo.run
+        "demo",
+        "train a model split over ranks next to the same training on one device",
+        demo_arguments.add_arguments,
+        _run_demo,
     ),
     Command(
         "plan",
@@ -82,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: The arguments are wrong (status 2), or help or the version was asked for (status 0).
     """
     arguments = make_parser().parse_args(argv)
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)  # as python -m does, for module:factory
     try:
         return int(arguments.run(arguments))
     except FxShardError as error:
@@ -99,6 +111,8 @@ def explain(error: FxShardError) -> str:
         error: Where every rank raised one of fxshard's own errors, the first of their messages says it all; else
             the tracebacks are needed.
     """
+    from fxshard.workers import WorkerError
+
     if not isinstance(error, WorkerError) or error.stacks:
         return str(error)
     own = _names_of(FxShardError)

@@ -13,26 +13,26 @@ and no gradient is missing and the random generators are in the same state.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from fxshard.demo_rank import DTYPES, SPLITS, Settings, StepResult, Summary, finish, prepare, train_step
+from fxshard.demo_rank import Settings, StepResult, Summary, finish, prepare, train_step
 from fxshard.demo_screen import Screen, gather_table, heading, notes, rank_table, verdict
 from fxshard.errors import FxShardError
 from fxshard.mesh import start_process_group
-from fxshard.models import require_model
+from fxshard.models import find_model
 from fxshard.optional import require
 from fxshard.workers import RankPool
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Sequence
+    from pathlib import Path
     from types import TracebackType
 
 LIMITS = {"float64": (1e-9, 1e-9), "float32": (1e-4, 1e-2)}
@@ -77,32 +77,6 @@ class TorchrunRanks:
         return results
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's arguments to ``parser``."""
-    add, default = parser.add_argument, "(default: %(default)s)"
-    names = "timm:NAME, torchvision:NAME, module:factory or timm's NAME"
-    add("--model", default="timm:convnext_atto", help=f"{names} {default}")
-    add("--world-size", type=_positive, metavar="N", help="ranks to start (default: 2, or torchrun's)")
-    add("--width", type=_positive, default=512, help=f"of the images, in pixels {default}")
-    add("--height", type=_positive, default=64, help=f"of the images, in pixels {default}")
-    add("--batch", type=_positive, default=2, help=f"images per step {default}")
-    add("--steps", type=_positive, default=5, help=f"training steps {default}")
-    add("--device", choices=("cpu", "cuda"), help="(default: cuda if there is a GPU for each rank)")
-    add("--dtype", choices=tuple(DTYPES), default="float64", help=f"float64 tells a mistake from rounding {default}")
-    add("--inner-backend", metavar="NAME", help="runs the rewritten graph (default: eager on cpu, inductor on cuda)")
-    add("--placements", choices=(*SPLITS, "WxH"), default="W", help=f"split the width, the height or both {default}")
-    add("--plan", type=Path, default=Path("fxshard-plan.json"), help=f"where the plan is written {default}")
-    add("--seed", type=int, default=0, help=f"of weights, crops and random draws {default}")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        msg = f"must be at least 1, got {value}"
-        raise argparse.ArgumentTypeError(msg)
-    return value
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo.
 
@@ -113,9 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         FxShardError: A package is missing, or the settings do not fit this machine.
     """
     settings = make_settings(arguments)
-    require_model(settings.model)
-    require("skimage")
     _check(settings, arguments.plan)
+    find_model(settings.model)
+    require("skimage")
     console = Console(quiet=settings.torchrun and os.environ["RANK"] != "0", highlight=False)
     with Screen(settings, console) as screen, _ranks(settings) as ranks:
         results, summaries = _train(ranks, settings, screen)
@@ -153,7 +127,7 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
         device=device,
         dtype=arguments.dtype,
         inner_backend=arguments.inner_backend or ("inductor" if device == "cuda" else "eager"),
-        split={"WxH": "HxW"}.get(arguments.placements, arguments.placements),
+        split=arguments.split,
         seed=arguments.seed,
         torchrun=torchrun,
     )
@@ -162,7 +136,7 @@ def make_settings(arguments: argparse.Namespace) -> Settings:
 def _check(settings: Settings, plan: Path) -> None:
     if min(settings.world_size, *settings.mesh_shape) < 2:
         msg = (
-            f"--world-size {settings.world_size} leaves nothing to split with --placements {settings.split}; "
+            f"--world-size {settings.world_size} leaves nothing to split with --split {settings.split}; "
             "use 2 or more, and 4, 6, 8, 9, ... to split both"
         )
         raise FxShardError(msg)
@@ -181,12 +155,12 @@ def _ranks(settings: Settings) -> RankPool | TorchrunRanks:
 
 def _train(ranks: Ranks, settings: Settings, screen: Screen) -> tuple[list[list[StepResult]], list[Summary]]:
     """Train, and show each step when it is done; the results are by step and rank."""
-    screen.doing("building the models")
+    screen.doing("building the models in each")
     photographs = ranks.run(prepare, settings)[0]
     screen.console.print(heading(settings, photographs))
     results: list[list[StepResult]] = []
     for number in range(settings.steps):
-        screen.doing("training" if number else "compiling and first step")
+        screen.doing(f"step {number + 1} of {settings.steps}" + ("" if number else ", which compiles"))
         results.append(ranks.run(train_step, number))
         screen.show(results)
     return results, ranks.run(finish)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.tensor.placement_types import Placement
 
-SPLITS = {"W": (3,), "H": (2,), "HxW": (2, 3)}
+SPLITS = {"W": (3,), "H": (2,), "HW": (2, 3)}
 """The dimensions of (N, C, H, W) that are split, by what the command line calls them."""
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32}

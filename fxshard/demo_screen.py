@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DIGITS = {"float64": 12, "float32": 7}
 """Of a loss, by dtype: so many that rounding shows."""
 
-SPLIT_WORDS = {"W": "width", "H": "height", "HxW": "height and width"}
+SPLIT_WORDS = {"W": "width", "H": "height", "HW": "height and width"}
 WHOLE_RESULT = "outputs come back whole"
 MERGED_PARTS = "the ranks' parts are put together, such as statistics"
 SLICED_GRADIENT = "backward of a slice: its gradient is put together"
@@ -65,13 +65,14 @@ class Screen:
         self._progress = Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
         )
-        self._task = self._progress.add_task(f"starting {settings.world_size} ranks", total=settings.steps)
+        self._task = self._progress.add_task("", total=settings.steps)
         self._losses: RenderableType = Text()
         self._live = Live(self._progress, console=console, refresh_per_second=8)
 
     def __enter__(self) -> Self:
         if self.console.is_terminal:
             self._live.start()
+        self.doing(f"starting {self.settings.world_size} ranks")
         return self
 
     def __exit__(
@@ -84,8 +85,11 @@ class Screen:
             self.console.print(self._losses)
 
     def doing(self, what: str) -> None:
-        """Name what happens now."""
+        """Name what happens now, in a line of its own where nothing moves."""
         self._progress.update(self._task, description=what)
+        if not self.console.is_terminal:
+            self.console.print(f"{what} ...")
+            self.console.file.flush()  # a pipe's reader waits too
 
     def show(self, results: Sequence[Sequence[StepResult]]) -> None:
         """Show the steps so far."""

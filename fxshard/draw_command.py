@@ -9,25 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxshard.dry_run import STAGES
 from fxshard.errors import PlanError
-from fxshard.plan_command import add_what_is_planned, planned
-from fxshard.plan_files import WRITERS
+from fxshard.plan_command import ENDINGS, add_what_is_planned, planned
 
 if TYPE_CHECKING:
     import argparse
-
-ENDINGS = (".txt", *WRITERS, ".py")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_what_is_planned(parser)
-    parser.add_argument("--stage", choices=STAGES, default="global", help="the global graph, or the one rank's")
+    stages = ("global", "local")
+    parser.add_argument("--stage", choices=stages, default="global", help="the global graph, or the one rank's")
     parser.add_argument("--no-memory", action="store_true", help="without the memory, which takes some seconds")
-    parser.add_argument(
-        "--out", metavar="FILE", nargs="+", type=Path, default=[Path("fxshard-plan.html")], help=" ".join(ENDINGS)
-    )
+    files = [Path("fxshard-plan.html")]
+    parser.add_argument("--out", metavar="FILE", nargs="+", type=Path, default=files, help=ENDINGS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,19 +32,19 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         FxShardError: The model cannot be planned as asked, or a file not be written.
     """
+    from fxshard.dry_run import check_ending
+
     for path in args.out:
-        _check(path)
+        check_ending(path)
+        _check_folder(path)
     found = planned(args)
     for path in args.out:
         print(f"wrote {found.save(path, stage=args.stage, memory=not args.no_memory, title=args.model)}")
     return 0
 
 
-def _check(path: Path) -> None:
+def _check_folder(path: Path) -> None:
     """Refuse what cannot be written before the model is planned, which takes longer."""
-    if path.suffix not in ENDINGS:
-        msg = f"a plan cannot be drawn as {path.name!r}: the ending is one of {', '.join(ENDINGS)}"
-        raise PlanError(msg)
     if not path.resolve().parent.is_dir():
         msg = f"there is no folder {path.parent} for {path.name}"
         raise PlanError(msg)

@@ -32,6 +32,7 @@ from fxshard.memory import Memory, predict_memory
 from fxshard.passes.config import Config
 from fxshard.passes.pipeline import localized, planned
 from fxshard.plan_files import WITH_MEMORY, WRITERS
+from fxshard.program import program
 from fxshard.report import NodeReport, PlanReport, describe, describe_local
 from fxshard.values import depends_on_data
 
@@ -40,10 +41,14 @@ if TYPE_CHECKING:
 
     from torch.distributed.tensor.placement_types import Placement
 
+    from fxshard.backend import Rng
+
 STAGES = ("global", "local")
 """The graphs of a plan."""
 MOST_STAGES = 24
 """How many rows a summary has at most; deeper modules are folded into their parents until it fits."""
+ENDINGS = (".txt", *WRITERS, ".py")
+"""Of the files that a plan is saved as."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """The rank's program as Python."""
-        return str(self.local.code)
+        """The rank's program as Python, under comments that say what its inputs are in the model."""
+        return program(self.planned, self.local, self.config)
 
     def summary(self) -> str:
         """Return a page: one row for each stage of the model, totals, and why something is gathered."""
@@ -170,6 +175,7 @@ class Plan:
             PlanError: No such ending, or no such stage.
         """
         path = Path(path)
+        check_ending(path)
         if stage not in STAGES:
             msg = f"a plan has no stage {stage!r}: it is one of {', '.join(STAGES)}"
             raise PlanError(msg)
@@ -179,15 +185,21 @@ class Plan:
             shown = self.memory if memory and known and path.suffix in WITH_MEMORY else None
             report = self.report if stage == "global" else self.local_report
             text = WRITERS[path.suffix](Drawing(report, shown, title or "fxshard plan"))
-        elif path.suffix in texts:
-            text = texts[path.suffix]()
         else:
-            msg = (
-                f"a plan cannot be saved as {path.name!r}: the ending is one of {', '.join(('.txt', *WRITERS, '.py'))}"
-            )
-            raise PlanError(msg)
+            text = texts[path.suffix]()
         path.write_text(text + "\n", encoding="utf-8")
         return path
+
+
+def check_ending(path: Path) -> None:
+    """Check that a plan can be saved under this name.
+
+    Raises:
+        PlanError: No such ending.
+    """
+    if path.suffix not in ENDINGS:
+        msg = f"a plan cannot be saved as {path.name!r}: the ending is one of {', '.join(ENDINGS)}"
+        raise PlanError(msg)
 
 
 def plan(  # noqa: PLR0913  options, by keyword
@@ -198,7 +210,7 @@ def plan(  # noqa: PLR0913  options, by keyword
     mesh_shape: Sequence[int] | None = None,
     placements: Sequence[Placement] | None = None,
     training: bool = True,
-    rng: str = "match",
+    rng: Rng = "match",
     inner_backend: str = "inductor",
 ) -> Plan:
     """Return the plan of ``model`` on a mesh that need not exist.
@@ -225,7 +237,7 @@ def plan(  # noqa: PLR0913  options, by keyword
         Traffic(messages=1, bytes=4736)
     """
     shape = _mesh_shape(world_size, mesh_shape)
-    check_choices({"rng": rng})
+    check_choices({"rng": rng, "inner_backend": inner_backend})
     dims = None if placements is None else split_dims_of(placements, len(shape))
     rank = Rank(tuple(n // 2 for n in shape), tuple(f"axis{a}" for a in range(len(shape))))
     config = Config(mesh_shape=shape, dims=dims, rank=rank, rng=rng, inner_backend=inner_backend)
@@ -237,8 +249,12 @@ def plan(  # noqa: PLR0913  options, by keyword
 
 def _mesh_shape(world_size: int | None, mesh_shape: Sequence[int] | None) -> tuple[int, ...]:
     shape = (world_size,) if world_size is not None else tuple(mesh_shape or ())
-    if not shape or (world_size is not None and mesh_shape is not None) or min(shape) < 1:
-        msg = f"world_size={world_size} and mesh_shape={mesh_shape}: give one of them, ranks >= 1"
+    if not shape or (world_size is not None and mesh_shape is not None):
+        msg = f"world_size={world_size} and mesh_shape={mesh_shape}: give one of them"
+        raise PlanError(msg)
+    if min(shape) < 1:
+        given = f"world_size={world_size}" if mesh_shape is None else f"mesh_shape={shape}"
+        msg = f"{given}: there is at least 1 rank on each mesh axis"
         raise PlanError(msg)
     return shape
 

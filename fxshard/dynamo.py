@@ -11,9 +11,13 @@ the call that is running::
 
 from __future__ import annotations
 
+import ast
+import os
+import re
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +26,7 @@ import torch
 from fxshard._torch import (
     BackendCompilerFailed,
     InternalTorchDynamoError,
+    TorchRuntimeError,
     Unsupported,
     UserError,
     get_torch_obj_rule_map,
@@ -52,6 +57,8 @@ class Call:
     graphs: int = 0
 
 
+_SAID = re.compile(r"got \w+\((?P<text>.+)\)$", re.MULTILINE)
+"""What an operator raised, in a message of Dynamo's."""
 _CAPTURE = _Capture()
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
 
@@ -147,7 +154,7 @@ def own_errors(net: torch.nn.Module, announce: Callable[[str], None] = lambda _:
         announce: Is told what was raised outside of the backend, which has told the other ranks of its own errors.
 
     Raises:
-        CaptureError: Dynamo cannot capture the module whole.
+        CaptureError: Dynamo cannot capture the module whole, or an operator refuses the inputs' shapes or types.
         FxShardError: What the backend raised.
     """
     try:
@@ -163,9 +170,29 @@ def own_errors(net: torch.nn.Module, announce: Callable[[str], None] = lambda _:
         msg = f"{type(net).__name__} cannot be captured whole: {error}"
         announce(msg)
         raise CaptureError(msg) from error
+    except TorchRuntimeError as error:
+        msg = f"{type(net).__name__} does not run on these inputs: {_reason(error)}{_users_line(error)}"
+        announce(msg)
+        raise CaptureError(msg) from error
     except Exception as error:
         announce(f"{type(error).__name__}: {error}")
         raise
+
+
+def _reason(error: TorchRuntimeError) -> str:
+    """Return what the operator said: Dynamo quotes it among the arguments and frames."""
+    said = _SAID.search(str(error))
+    try:
+        return str(ast.literal_eval(said["text"])) if said else str(error)
+    except (SyntaxError, ValueError):  # not one string
+        return str(error)
+
+
+def _users_line(error: TorchRuntimeError) -> str:
+    """Return the innermost line that is neither torch's nor fxshard's, to be put behind the reason."""
+    own = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+    frames = [frame for frame in error.real_stack or () if not frame.filename.startswith(own)]
+    return f"\n  at {frames[-1].filename}:{frames[-1].lineno} {frames[-1].line}" if frames else ""
 
 
 def not_captured(net: torch.nn.Module) -> CaptureError:

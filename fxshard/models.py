@@ -5,19 +5,20 @@ A name without a colon is timm's.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
-from typing import TYPE_CHECKING
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from fxshard.errors import FxShardError
-from fxshard.optional import load, require
+from fxshard.optional import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-LIBRARIES = ("timm", "torchvision")
+    from collections.abc import Callable, Iterable
 
 
 class UnknownModelError(FxShardError):
@@ -35,15 +36,20 @@ def split_name(name: str) -> tuple[str, str]:
     return (library if colon else "timm"), model
 
 
-def require_model(name: str) -> None:
-    """Raise where the library that ``name`` needs is not installed.
+def find_model(name: str) -> None:
+    """Raise where there is no model of this name; builds none.
 
     Raises:
-        MissingPackageError: With the pip command.
+        UnknownModelError: There is no such model.
+        MissingPackageError: Its library is not installed; with the pip command.
     """
-    library, _ = split_name(name)
-    if library in LIBRARIES:
-        require(library)
+    library, model = split_name(name)
+    if library == "timm":
+        _timm_with(model)
+    elif library == "torchvision":
+        _torchvision_factory(model)
+    else:
+        _factory(library, model)
 
 
 def build_named(name: str, *, num_classes: int, drop_path_rate: float = 0.0) -> nn.Module:
@@ -74,10 +80,7 @@ def build_named(name: str, *, num_classes: int, drop_path_rate: float = 0.0) -> 
 
 
 def _timm_model(model: str, num_classes: int, drop_path_rate: float) -> nn.Module:
-    timm = load("timm")
-    if not timm.is_model(model):
-        msg = f"timm has no model {model!r}; timm.list_models('*convnext*') lists names"
-        raise UnknownModelError(msg)
+    timm = _timm_with(model)
     try:
         built: nn.Module = timm.create_model(model, num_classes=num_classes, drop_path_rate=drop_path_rate)
     except TypeError:  # not every model has stochastic depth
@@ -85,10 +88,28 @@ def _timm_model(model: str, num_classes: int, drop_path_rate: float) -> nn.Modul
     return built
 
 
+def _timm_with(model: str) -> Any:
+    timm = load("timm")
+    if not timm.is_model(model):
+        names = timm.list_models()
+        family = re.match("[a-z]*", model.lower())
+        pattern = f"*{family.group()}*" if family and any(family.group() in name for name in names) else "*"
+        msg = f"timm has no model {model!r}{_near(model, names)}; timm.list_models({pattern!r}) lists names"
+        raise UnknownModelError(msg)
+    return timm
+
+
+def _near(model: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(model, names, n=3)
+    return f"; near it are {', '.join(found)}" if found else ""
+
+
 def _torchvision_factory(model: str) -> Callable[..., object]:
     models = load("torchvision.models")
-    if model not in models.list_models(module=models):
-        msg = f"torchvision has no classification model {model!r}; torchvision.models.list_models() lists names"
+    names = models.list_models(module=models)
+    if model not in names:
+        near = _near(model, names)
+        msg = f"torchvision has no classification model {model!r}{near}; torchvision.models.list_models() lists names"
         raise UnknownModelError(msg)
     factory: Callable[..., object] = models.get_model_builder(model)
     return factory
@@ -98,6 +119,9 @@ def _factory(module: str, name: str) -> Callable[..., object]:
     try:
         factory: Callable[..., object] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        msg = f"there is no model {module}:{name}: {error}; give timm:NAME, torchvision:NAME or module:factory"
+        searched = f" in {Path.cwd()} or among the packages" if isinstance(error, ModuleNotFoundError) else ""
+        msg = (
+            f"there is no model {module}:{name}: {error}{searched}; give timm:NAME, torchvision:NAME or module:factory"
+        )
         raise UnknownModelError(msg) from error
     return factory

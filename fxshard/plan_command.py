@@ -9,17 +9,12 @@ The model is built on the ``meta`` device where it can be, so its size does not 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.tensor import Shard
-
-from fxshard.dry_run import plan
 from fxshard.errors import PlanError
-from fxshard.models import build_named, require_model
-from fxshard.plan_files import WRITERS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,19 +23,38 @@ if TYPE_CHECKING:
 
 AXES = {3: "L", 4: "HW", 5: "DHW"}
 """The letters of the spatial dimensions, by the number of dimensions of an input."""
+ENDINGS = ".txt .json .dot .graphml .svg .html .py"
+"""Of the files that a plan is saved as."""
 
 
 def sizes(text: str) -> tuple[int, ...]:
     """Return the sizes of ``7x3x512x8192``.
 
     Raises:
-        argparse.ArgumentTypeError: Something between the ``x`` is no size.
+        argparse.ArgumentTypeError: Something between the ``x`` is no size >= 1.
     """
     parts = text.lower().split("x")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(part.isdigit() for part in parts):
         msg = f"{text!r} is not of the form 7x3x512x8192"
         raise argparse.ArgumentTypeError(msg)
-    return tuple(int(part) for part in parts)
+    return tuple(positive(part) for part in parts)
+
+
+def positive(text: str) -> int:
+    """Return the number, >= 1.
+
+    Raises:
+        argparse.ArgumentTypeError: It is less, or none.
+    """
+    try:
+        value = int(text)
+    except ValueError as error:
+        msg = f"invalid number: {text!r}"
+        raise argparse.ArgumentTypeError(msg) from error
+    if value < 1:
+        msg = f"must be at least 1, got {value}"
+        raise argparse.ArgumentTypeError(msg)
+    return value
 
 
 def add_what_is_split(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +62,9 @@ def add_what_is_split(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="timm:NAME, torchvision:NAME or module:factory")
     parser.add_argument("--input", type=sizes, required=True, help="shape of the whole batch, such as 7x3x512x8192")
     ranks = parser.add_mutually_exclusive_group(required=True)
-    ranks.add_argument("--world-size", type=int, help="ranks, on one mesh axis")
+    ranks.add_argument("--world-size", type=positive, help="ranks, on one mesh axis")
     ranks.add_argument("--mesh", type=sizes, help="ranks on each mesh axis, such as 2x4")
-    parser.add_argument("--split", help="what each mesh axis splits: W, H, HW, ...; default: the largest dimensions")
+    parser.add_argument("--split", help="what each mesh axis splits: W, H, HW, ... (default: the largest dimensions)")
 
 
 def add_what_is_planned(parser: argparse.ArgumentParser) -> None:
@@ -65,9 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_what_is_planned(parser)
     parser.add_argument("--memory", action="store_true", help="predict what the rank keeps, and the peak")
     parser.add_argument("--explain", metavar="NAME", nargs="+", default=[], help="nodes or modules to say more about")
-    parser.add_argument(
-        "--save", metavar="FILE", nargs="+", type=Path, default=[], help=" ".join((".txt", *WRITERS, ".py"))
-    )
+    parser.add_argument("--save", metavar="FILE", nargs="+", type=Path, default=[], help=ENDINGS)
 
 
 def planned(args: argparse.Namespace) -> Plan:
@@ -79,9 +91,16 @@ def planned(args: argparse.Namespace) -> Plan:
     Raises:
         FxShardError: The model cannot be planned as asked.
     """
+    import torch
+    from torch.distributed.tensor import Shard
+
+    from fxshard.dry_run import plan
+    from fxshard.models import find_model
+
     shape, mesh = args.input, args.mesh or (args.world_size,)
     placements = None if args.split is None else [Shard(d) for d in split_dims(args.split, len(shape))]
-    require_model(args.model)
+    find_model(args.model)
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error says it, too
     model = _build(args.model, args.command).train(not args.eval)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     image = torch.empty(shape, device=device)
@@ -96,12 +115,17 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         FxShardError: The model cannot be planned as asked.
     """
+    from fxshard.dry_run import check_ending
+
+    for path in args.save:
+        check_ending(path)
     found = planned(args)
+    explained = [found.explain(name) for name in args.explain]  # first: a name may be wrong
     print(found)
     if args.memory:
         print(f"\nmemory\n{found.memory}")
-    for name in args.explain:
-        print(f"\n{found.explain(name)}")
+    for text in explained:
+        print(f"\n{text}")
     for path in args.save:
         print(f"wrote {found.save(path, title=args.model)}")
     return 0
@@ -114,21 +138,27 @@ def split_dims(letters: str, ndim: int) -> list[int]:
         PlanError: One of them it does not have.
 
     Example:
-        >>> split_dims("HW", 4), split_dims("D", 5)
-        ([2, 3], [2])
+        >>> split_dims("HW", 4), split_dims("HxW", 4), split_dims("D", 5)
+        ([2, 3], [2, 3], [2])
     """
-    known = AXES.get(ndim, "")
-    wrong = [letter for letter in letters.upper() if letter not in known]
-    if wrong:
-        msg = f"--split {letters}: an input of {ndim} dimensions has {' '.join(known) or 'no spatial one'}"
+    known, asked = AXES.get(ndim, ""), letters.upper().replace("X", "")
+    if not asked or any(letter not in known for letter in asked):
+        several = f", and {known[-2:]} for two mesh axes" if len(known) > 1 else ""
+        msg = f"--split {letters}: an input of {ndim} dimensions has {' '.join(known) or 'no spatial one'}{several}"
         raise PlanError(msg)
-    return [known.index(letter) + 2 for letter in letters.upper()]
+    return [known.index(letter) + 2 for letter in asked]
 
 
 def _build(name: str, command: str) -> nn.Module:
+    import torch
+
+    from fxshard.models import UnknownModelError, build_named
+
     try:
         with torch.device("meta"):
             return build_named(name, num_classes=1000)
+    except UnknownModelError:
+        raise
     except (NotImplementedError, RuntimeError) as error:  # it reads values while it is built
         print(f"fxshard {command}: {name} is built in memory, on meta: {error}", file=sys.stderr)
         return build_named(name, num_classes=1000)

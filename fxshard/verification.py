@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from fxshard.backend import check_choices
 from fxshard.bisect import Culprit, bisect_on_rank
 from fxshard.compare import KINDS, Difference, difference, transformed, within_float32
 from fxshard.trace import Case, build_model, run_steps
@@ -133,6 +134,7 @@ def verify(  # noqa: PLR0913  options
         >>> found.exact  # doctest: +SKIP
         True
     """
+    check_choices({"inner_backend": inner_backend})
     shape = (world_size,) if mesh_shape is None and world_size is not None else tuple(mesh_shape or ())
     build: Any = functools.partial(_copied, model, inputs) if isinstance(model, torch.nn.Module) else model
     training = getattr(model, "training", True)

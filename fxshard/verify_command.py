@@ -12,24 +12,23 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.tensor import Shard
-
-from fxshard.models import build_named, require_model
-from fxshard.plan_command import add_what_is_split, split_dims
-from fxshard.verification import DTYPES, verify
+from fxshard.plan_command import add_what_is_split, positive, split_dims
 
 if TYPE_CHECKING:
     import argparse
 
+    import torch
     from torch import nn
+
+DTYPES = ("float64", "float32")
+"""Keys of :data:`fxshard.verification.DTYPES`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_what_is_split(parser)
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float64"], help="default: float64")
-    parser.add_argument("--steps", type=int, default=2, help="training steps; default: 2")
+    parser.add_argument("--steps", type=positive, default=2, help="training steps; default: 2")
     parser.add_argument("--inner-backend", default="eager", help="what compiles the rewritten graph; default: eager")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--eval", action="store_true", help="evaluation mode")
@@ -43,7 +42,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         FxShardError: The model cannot be run as asked.
     """
-    require_model(args.model)
+    from torch.distributed.tensor import Shard
+
+    from fxshard.models import find_model
+    from fxshard.verification import verify
+
+    find_model(args.model)
     mesh = args.mesh or (args.world_size,)
     found = verify(
         functools.partial(_build, args.model, args.input, training=not args.eval),
@@ -62,5 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _build(name: str, shape: tuple[int, ...], *, training: bool) -> tuple[nn.Module, tuple[torch.Tensor]]:
+    import torch
+
+    from fxshard.models import build_named
+
     model = build_named(name, num_classes=10).train(training)
     return model, (torch.randn(shape),)

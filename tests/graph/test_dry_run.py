@@ -90,6 +90,18 @@ def test_an_image_that_is_too_narrow_is_said_to_be_not_split() -> None:
     assert f"not split: {reason}" in plan.explain(image)
 
 
+def test_a_program_says_what_its_inputs_are() -> None:
+    names: dict[str, Any] = {}
+    code = planned(world_size=2).code
+    exec(code, names)
+    assert "forward" in names
+    said = " ".join(code.split())
+    assert "4x3x7x7 the parameter or buffer 0.0.weight" in said
+    assert "2x3x24x64 an input: args[0]" in said
+    assert "scalar the parameter or buffer 0.1.num_batches_tracked" in said
+    assert "the new values of 3 buffers" in code
+
+
 def test_other_endings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"one of \.txt, \.json"):
         planned(world_size=2).save(tmp_path / "plan.docx")
@@ -99,10 +111,41 @@ def test_inference_has_no_backward() -> None:
     assert planned(world_size=2, training=False).report.total.backward == {}
 
 
-@pytest.mark.parametrize("wrong", [{}, {"world_size": 0}, {"world_size": 2, "mesh_shape": (2,)}], ids=str)
-def test_one_mesh_is_needed(wrong: dict[str, Any]) -> None:
-    with pytest.raises(PlanError, match="give one of them"):
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "give one of them"),
+        ({"world_size": 2, "mesh_shape": (2,)}, "give one of them"),
+        ({"world_size": 0}, "^world_size=0: there is at least 1 rank"),
+        ({"mesh_shape": (2, 0)}, r"^mesh_shape=\(2, 0\): there is at least 1 rank"),
+        ({"world_size": 2, "inner_backend": "nobackend"}, "'nobackend' is not known; use one of .*aot_eager.*inductor"),
+        ({"world_size": 2, "inner_backend": "fxshard"}, "'fxshard' is not known"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
         planned(**wrong)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 24, 64), (2, 3, 64)], ids=str)
+def test_inputs_that_the_model_does_not_take_are_refused_by_its_line(shape: tuple[int, ...]) -> None:
+    with torch.device("meta"), pytest.raises(CaptureError) as refused:
+        fxshard.plan(Named(), torch.empty(shape), world_size=2)
+    said = str(refused.value)
+    assert said.startswith("Named does not run on these inputs: Given groups=1, weight of size [4, 3, 7, 7]")
+    assert f"at {__file__}:" in said
+    assert said.endswith("return self.inner(x)")
+    assert said.count("\n") == 1
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(3, 4, 7)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
 
 
 class Scripted(nn.Module):

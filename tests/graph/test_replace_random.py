@@ -85,7 +85,7 @@ def all_families(x: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_families_under_inductor() -> None:
     assert_matches(Of(all_families), image(), "inductor", exact=False)
 

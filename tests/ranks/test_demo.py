@@ -93,7 +93,7 @@ def test_a_split_model_that_computes_something_else_is_found_out(tmp_path: Path,
 def test_torchrun_s_ranks_are_used_and_one_of_them_speaks(tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    arguments = (*SMALL, "--model", f"{__name__}:honest", "--dtype", "float32", "--placements", "H")
+    arguments = (*SMALL, "--model", f"{__name__}:honest", "--dtype", "float32", "--split", "H")
     status, out, err = demo(tmp_path, *arguments, launcher=launcher)
     assert status == 0, err
     assert out.count("The same training") == 1
@@ -108,7 +108,8 @@ def test_ctrl_c_ends_the_ranks_too(tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     with start(tmp_path, *SMALL, "--steps", "100000", "--model", f"{__name__}:honest") as process:
         assert process.stdout is not None
-        assert "honest" in process.stdout.readline()  # the ranks are up
+        while "honest" not in (line := process.stdout.readline()):  # then the ranks are up
+            assert line.endswith(" ...\n")
         time.sleep(1)
         process.send_signal(signal.SIGINT)
         try:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +17,9 @@ from fxshard.workers import Failure, WorkerError
 
 if TYPE_CHECKING:
     import argparse
-    from pathlib import Path
+
+
+NET = "from torch import nn\ndef Net():\n    return nn.Conv2d(3, 4, 3)\n"
 
 
 def add_command(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> None:
@@ -49,9 +54,13 @@ def test_help_of_the_demo_has_the_defaults(capsys: pytest.CaptureFixture[str]) -
         ([], "COMMAND"),
         (["paint"], "invalid choice: 'paint'"),
         (["demo", "--steps", "0"], "must be at least 1, got 0"),
-        (["demo", "--width", "wide"], "invalid"),
+        (["demo", "--width", "wide"], "invalid number: 'wide'"),
         (["demo", "--dtype", "float16"], "invalid choice: 'float16'"),
-        (["demo", "--placements", "D"], "invalid choice: 'D'"),
+        (["demo", "--split", "D"], "invalid choice: 'D'"),
+        (["plan", "m:f", "--input", "0x3x64x64", "--world-size", "2"], "must be at least 1, got 0"),
+        (["plan", "m:f", "--input", "2x3x64x", "--world-size", "2"], "is not of the form 7x3x512x8192"),
+        (["plan", "m:f", "--input", "2x3x64x64", "--world-size", "0"], "--world-size: must be at least 1, got 0"),
+        (["verify", "m:f", "--input", "2x3x64x64", "--mesh", "2x0"], "must be at least 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,8 +74,10 @@ def test_wrong_arguments_are_refused(arguments: list[str], said: str, capsys: py
     ("arguments", "said"),
     [
         (["--world-size", "1"], "leaves nothing to split"),
-        (["--world-size", "3", "--placements", "WxH"], "leaves nothing to split"),
+        (["--world-size", "3", "--split", "WxH"], "leaves nothing to split"),
         (["--device", "cuda", "--world-size", "4096"], "4096 ranks need a GPU each"),
+        (["--model", "timm:convnext_gigantic"], "timm has no model 'convnext_gigantic'"),
+        (["--model", "nowhere:Net"], f"No module named 'nowhere' in {Path.cwd()} or among the packages"),
         (["--plan", "no/such/folder/plan.json"], "there is no folder"),
     ],
 )
@@ -133,3 +144,59 @@ def test_a_plan_is_not_written_before_the_demo_ran(tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
     assert main(["demo", "--world-size", "1", "--plan", str(plan)]) == 2
     assert not plan.exists()
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", "plan --help", "demo --steps 0", "verify"])
+def test_help_and_wrong_arguments_need_no_torch(arguments: str) -> None:
+    code = (
+        "import sys\n"
+        "from fxshard.cli import main\n"
+        f"try: main({arguments.split()!r})\n"
+        "except SystemExit: print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.endswith("False\n")
+
+
+def test_a_model_in_the_current_directory_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model_of_mine.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
+    assert main(["plan", "model_of_mine:Net", "--input", "1x3x8x16", "--world-size", "2"]) == 0
+    assert "2 ranks, mesh 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--save", "plan.json", "plan.xyz"], "a plan cannot be saved as 'plan.xyz'"),
+        (["--explain", "nothere"], "no module 'nothere'"),
+        (["--inner-backend", "nobackend"], "inner_backend='nobackend' is not known"),
+        (["--split", "Q"], "--split Q: an input of 4 dimensions has H W, and HW for two mesh axes"),
+        (["--input", "1x5x8x16"], "Conv2d does not run on these inputs: Given groups=1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_a_plan_that_cannot_be_had_prints_nothing_but_why(
+    asked: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model_to_refuse.py").write_text(NET)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert main(["plan", "model_to_refuse:Net", "--input", "1x3x8x16", "--world-size", "2", *asked]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_an_unknown_model_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("timm")
+    assert main(["plan", "timm:resnet5O", "--input", "1x3x8x16", "--world-size", "2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("timm has no model 'resnet5O'") == 1
+    assert "near it are resnet50" in err
+    assert "timm.list_models('*resnet*')" in err

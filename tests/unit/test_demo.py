@@ -12,11 +12,12 @@ import torch
 from rich.console import Console, RenderableType
 from torch import nn
 
-from fxshard import demo
+from fxshard import demo_arguments, demo_rank, verification, verify_command
 from fxshard.compare import Difference, Mismatch, Worst
 from fxshard.demo import judge, make_settings
+from fxshard.demo_arguments import add_arguments
 from fxshard.demo_rank import Kept, Settings, Side, StepResult, Summary, saved_tensors
-from fxshard.demo_screen import gather_table, loss_table, megabytes, notes, rank_table, verdict
+from fxshard.demo_screen import Screen, gather_table, loss_table, megabytes, notes, rank_table, verdict
 from fxshard.errors import FxShardError
 from fxshard.ops import Traffic
 from fxshard.report import Communication, NodeReport, PlanReport
@@ -45,7 +46,7 @@ def shown(what: RenderableType) -> str:
 
 def arguments(*given: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
+    add_arguments(parser)
     return parser.parse_args(given)
 
 
@@ -86,13 +87,13 @@ def test_torchrun_says_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    made = make_settings(arguments("--placements", "WxH"))
+    made = make_settings(arguments("--split", "WxH"))
     assert (made.torchrun, made.world_size, made.mesh_shape) == (True, 6, (2, 3))
     with pytest.raises(FxShardError, match="--world-size 2, but torchrun started 6 ranks"):
         make_settings(arguments("--world-size", "2"))
 
 
-@pytest.mark.parametrize(("split", "shape"), [("W", (4,)), ("H", (4,)), ("HxW", (2, 2))])
+@pytest.mark.parametrize(("split", "shape"), [("W", (4,)), ("H", (4,)), ("HW", (2, 2))])
 def test_the_mesh_fits_the_split(split: str, shape: tuple[int, ...]) -> None:
     made = Settings("model", world_size=4, split=split)
     assert made.mesh_shape == shape
@@ -169,3 +170,22 @@ def test_a_saved_copy_of_a_parameter_is_no_activation() -> None:
     assert len(saved) == 2
     side.step(x, torch.zeros(4, dtype=torch.int64), seed=0)
     assert side.kept == Kept(activations=8 * 4 * 3, parameter_copies=8 * 5 * 3)
+
+
+def test_what_happens_is_a_line_each_where_nothing_moves() -> None:
+    written = io.StringIO()
+    with Screen(Settings("model"), Console(width=COLUMNS, file=written)) as screen:
+        assert written.getvalue() == "starting 2 ranks ...\n"
+        screen.doing("step 1 of 5, which compiles")
+        assert written.getvalue().endswith("step 1 of 5, which compiles ...\n")
+
+
+def test_the_command_line_offers_what_there_is() -> None:
+    assert tuple(demo_rank.SPLITS) == demo_arguments.SPLITS
+    assert set(demo_arguments.DTYPES) == set(demo_rank.DTYPES)
+    assert set(verify_command.DTYPES) == set(verification.DTYPES)
+
+
+@pytest.mark.parametrize("text", ["HW", "hxw", "WxH"])
+def test_both_axes_have_one_name(text: str) -> None:
+    assert arguments("--split", text).split == "HW"

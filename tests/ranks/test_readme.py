@@ -1,0 +1,83 @@
+"""The README's programs run as they are written there."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+import fxshard
+from fxshard.workers import mesh
+
+if TYPE_CHECKING:
+    from fxshard.workers import RankPool
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PATIENCE_S = 240
+
+
+def program_with(text: str) -> str:
+    (found,) = (program for program in PROGRAMS if text in program)
+    return str(found)
+
+
+@pytest.mark.slow
+def test_the_training_script_runs_on_two_cpu_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    (tmp_path / "train.py").write_text(program_with("import timm"))
+    paths = os.pathsep.join(p for p in sys.path if p)
+    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    apart = ["--log-dir", "logs", "--redirects", "3"]  # in one pipe the ranks' lines mix
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    ended = subprocess.run(
+        [*torchrun, *apart, "train.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    said = [log.read_text().split() for log in (tmp_path / "logs").rglob("stdout.log")]
+    assert sorted(words[0] for words in said) == ["0", "1"]
+    first, second = (words[1::2] for words in said)
+    assert len(first) == 3
+    assert first == second
+    assert "head.fc.weight" in torch.load(tmp_path / "net.pt")
+
+
+def local_loss(rank: int, program: str) -> float:
+    """Run the README's lines in this rank; return the largest relative error of a gradient."""
+    torch.manual_seed(0)
+    net, reference = (nn.Conv2d(3, 4, 5, padding=2).double() for _ in range(2))
+    reference.load_state_dict(net.state_dict())
+    images, labels = torch.randn(2, 3, 8, 16, dtype=torch.float64), torch.randint(4, (2, 8, 16))
+    nn.functional.cross_entropy(reference(images), labels).backward()
+    eager = SimpleNamespace(transform=functools.partial(fxshard.transform, inner_backend="eager"))
+    parts = {"my_columns": images.chunk(2, 3)[rank], "my_labels": labels.chunk(2, 2)[rank]}
+    exec(
+        program,
+        {"torch": torch, "fxshard": eager, "DTensor": DTensor, "Shard": Shard, "mesh": mesh((2,)), "net": net} | parts,
+    )
+    errors = []
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        errors.append(float((p.grad - q.grad).abs().max() / q.grad.abs().max()))
+    return max(errors)
+
+
+def test_the_loss_of_a_split_map_is_the_whole_s(pool: RankPool) -> None:
+    assert max(pool.run(local_loss, program_with("my_labels"), ranks=2)) < 1e-9
