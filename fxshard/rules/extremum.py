@@ -90,8 +90,9 @@ def _merge_extremum(
     loses = emitter.call(aten.ne.Tensor, found, best)
     count = emitter.call(aten.masked_fill.Scalar, emitter.call(aten.detach.default, ties), loses, 0)
     total = emitter.call(aten.sum.dim_IntList, count, [0])
-    terms = emitter.call(aten.masked_fill.Scalar, found, loses, 0)
     shares = emitter.call(aten.div.Tensor, count, total)  # NaN where the extremum is NaN, which nothing equals
+    passed_by = emitter.call(aten.logical_and.default, loses, emitter.call(aten.eq.Tensor, best, best))
+    terms = emitter.call(aten.masked_fill.Scalar, found, passed_by, 0)  # a NaN gives all ranks its gradient, a NaN
     value = emitter.call(aten.sum.dim_IntList, emitter.call(aten.mul.Tensor, terms, shares), [0])
     return _with_value(emitter, value, best), total
 

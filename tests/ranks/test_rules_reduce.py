@@ -121,7 +121,10 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], ...]] = {
 }
 NO_DIMS_NAN = (lambda x: with_nan(x).nansum(()), lambda x: with_nan(x).nanmean([]), lambda x: x * x.nansum(()))
 """What torch 2.11 gives another shape on fake tensors than on real ones."""
-NAN = {"max-of-nan": (lambda x: with_nan(x).amax(3), lambda x: with_nan(x).max(3), lambda x: with_nan(x).argmax(2))}
+NAN = {
+    "max-of-nan": (lambda x: with_nan(x).amax(3), lambda x: with_nan(x).max(3), lambda x: with_nan(x).argmax(2)),
+    "amax-of-nan": (lambda x: with_nan(x).amax(3), lambda x: with_nan(x).amin((2, 3))),
+}
 MESHES = {"w-2": ((3,), (2,)), "h-3": ((2,), (3,)), "2x2": ((2, 3), (2, 2))}
 
 
@@ -150,6 +153,11 @@ def test_reduction_equals_one_device(pool: RankPool, name: str, mesh: str) -> No
 @pytest.mark.parametrize("mesh", MESHES)
 def test_nan_wins(pool: RankPool, mesh: str) -> None:
     assert_exact(pool, case("max-of-nan", mesh, no_grad=True))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_nan_has_its_gradient(pool: RankPool, mesh: str) -> None:
+    assert_exact(pool, case("amax-of-nan", mesh))
 
 
 def test_nansum_of_no_dims_is_of_all_or_refused(pool: RankPool) -> None:
