@@ -123,7 +123,7 @@ NO_DIMS_NAN = (lambda x: with_nan(x).nansum(()), lambda x: with_nan(x).nanmean([
 """What torch 2.11 gives another shape on fake tensors than on real ones."""
 NAN = {
     "max-of-nan": (lambda x: with_nan(x).amax(3), lambda x: with_nan(x).max(3), lambda x: with_nan(x).argmax(2)),
-    "amax-of-nan": (lambda x: with_nan(x).amax(3), lambda x: with_nan(x).amin((2, 3))),
+    "amax-of-nan": (lambda x: with_nan(x).amax(3),),
 }
 MESHES = {"w-2": ((3,), (2,)), "h-3": ((2,), (3,)), "2x2": ((2, 3), (2, 2))}
 
