@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 CASES = {case["id"]: case for case in json.loads((Path(__file__).parents[1] / "cases.json").read_text())}
 REFUSED = {
     "data-dependent-branch-refusal": "line 7, in forward",
-    "fft-spectral-conv": "slice_scatter",
 }
 """Cases that may be refused, and what the message has to name."""
 COMPILED_REFERENCE = {"checkpoint-bn-dropout"}
