@@ -97,7 +97,7 @@ def test_a_column_travels_alone(pool: RankPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "name", ["head", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("tail", "last-column", "write-slice"))]
 )
