@@ -68,8 +68,8 @@ def swap_blocks(
 def as_sent(x: Tensor) -> Tensor:
     """Return ``x`` as collectives take it: complex numbers as a last dimension of 2, truth values as bytes.
 
-    Inductor (seen on torch 2.14) takes the size of the group, an argument of ``all_gather_into_tensor``, for an operand of
-    type promotion: of truth values it makes int64, by which no mask can index and which an output must not become.
+    Inductor (seen on torch 2.14) takes the size of the group, an argument of ``all_gather_into_tensor``, for an operand
+    of type promotion: of truth values it makes int64, by which no mask can index and which an output must not become.
     """
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
