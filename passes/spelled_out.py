@@ -23,15 +23,12 @@ import torch
 import torch.nn.functional as F
 
 from fxshard._torch import get_data, set_data
+from fxshard.ops.memory import CHANNELS_LAST
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
-
-
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-"""The memory format by the number of dimensions."""
 
 
 def _instance_norm(
@@ -108,16 +105,22 @@ def _renormed(
     return renewed
 
 
-def _ordered(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``function`` with its result in the memory order of the kernel of CPUs, which keep channels last.
+def _ordered(function: Callable[..., Tensor], *, keeps: bool = True) -> Callable[..., Tensor]:
+    """Return ``function`` with its result in the memory order of the CPU's kernel, of which the fake one knows nothing.
 
-    The fake kernels say contiguous.  Draws fill memory in its order, so a dropout behind would draw other numbers.
+    Draws fill memory in its order, so a dropout behind would draw other numbers.
+
+    Args:
+        function: Its first argument is a tensor.
+        keeps: Whether the kernel keeps channels last, or works on a contiguous copy.
     """
 
     def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        made, last = function(input, *args, **kwargs), CHANNELS_LAST.get(input.ndim)
-        if last is None or input.device.type != "cpu" or input.is_contiguous():
-            return made
+        if input.ndim not in CHANNELS_LAST or input.device.type != "cpu" or input.is_contiguous():
+            return function(input, *args, **kwargs)
+        if not keeps:
+            return function(input.contiguous(), *args, **kwargs)
+        made, (last, _) = function(input, *args, **kwargs), CHANNELS_LAST[input.ndim]
         return made.contiguous(memory_format=last) if input.is_contiguous(memory_format=last) else made
 
     return run
@@ -158,9 +161,7 @@ SPELLED_OUT: dict[Any, Callable[..., Any]] = {
     set_data: _set_data,
 }
 """For a call of a Dynamo graph that capture does not see through, one that it does."""
-SPELLED_OUT |= {
-    function: _ordered(function)
-    for function in (F.group_norm, torch.group_norm, torch.roll, torch.channel_shuffle, F.channel_shuffle, F.rrelu)
-}
+SPELLED_OUT |= {f: _ordered(f) for f in (F.group_norm, torch.group_norm, torch.roll, torch.channel_shuffle)}
+SPELLED_OUT |= {f: _ordered(f, keeps=False) for f in (F.rrelu, torch.rrelu)}
 METHODS: dict[str, Callable[..., Any]] = {"roll": _ordered(torch.roll)}
 """The same for a call of a tensor's method."""

@@ -10,6 +10,7 @@ from xml.etree import ElementTree as ET
 import networkx as nx
 import pytest
 
+from fxshard import dry_run, plan_command
 from fxshard.cli import main
 from fxshard.errors import PlanError
 from tests.drawn import drawn
@@ -141,3 +142,9 @@ def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 def test_the_command_refuses_before_it_plans(out: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--out", out]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_command_line_names_what_there_is() -> None:
+    # it may not import where they are: its help needs no torch
+    assert tuple(plan_command.ENDINGS.split()) == dry_run.ENDINGS
+    assert STAGES == dry_run.STAGES

@@ -93,6 +93,7 @@ REORDERED: dict[str, Callable[[], tuple[nn.Module, tuple[Tensor]]]] = {
     "roll-method": lambda: channels_last(Rolled(by_method=True), nn.Dropout(0.5)),
     "shuffle": lambda: channels_last(nn.ChannelShuffle(2), nn.Dropout(0.5)),
     "noise": lambda: channels_last(nn.GroupNorm(4, 8), Noisy()),
+    "random-slopes": lambda: channels_last(nn.RReLU(), nn.Dropout(0.5)),
 }
 
 
