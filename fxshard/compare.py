@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,7 +31,7 @@ from fxshard.trace import Case, Step, Trace, build_model, run_steps
 from fxshard.workers import mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor, nn
 
@@ -240,34 +240,45 @@ class _Findings:
 
 
 def _compare_step(findings: _Findings, step: str, expected: Step, found: Step) -> None:
-    gradients = [*expected.input_gradients.values(), *expected.parameter_gradients.values()]
-    tables: tuple[tuple[Kind, dict[str, Any], dict[str, Any], float], ...] = (
-        ("output", expected.outputs, found.outputs, _largest(expected.outputs.values())),
-        ("input gradient", expected.input_gradients, found.input_gradients, _largest(gradients)),
-        ("parameter gradient", expected.parameter_gradients, found.parameter_gradients, _largest(gradients)),
-        ("buffer", expected.buffers, found.buffers, _largest(expected.buffers.values())),
+    tables: tuple[tuple[tuple[Kind, dict[str, Any], dict[str, Any]], ...], ...] = (
+        (("output", expected.outputs, found.outputs),),
+        (
+            ("input gradient", expected.input_gradients, found.input_gradients),
+            ("parameter gradient", expected.parameter_gradients, found.parameter_gradients),
+        ),
+        (("buffer", expected.buffers, found.buffers),),
     )
-    for kind, reference, other, largest in tables:
-        for name, a, b in _pairs(findings, f"{step}, {kind}", reference, other):
-            _compare_values(findings, kind, name, (a, b), largest)
-    for name, a, b in _pairs(findings, f"{step}, generator", expected.generators, found.generators):
-        if not torch.equal(a, b):
-            findings.add_mismatch(name, "another state: the random draws were not the same")
+    for judged_together in tables:
+        sizes = {(kind, name): _size(v) for kind, reference, _ in judged_together for name, v in reference.items()}
+        largest = max(sizes.values(), default=0.0)
+        for kind, reference, other in judged_together:
+            for name in _names(findings, f"{step}, {kind}", reference, other):
+                sized = _Sized(reference[name], sizes[kind, name], largest)
+                _compare_values(findings, kind, f"{step}, {kind} {name}", sized, other[name])
+    for name in _names(findings, f"{step}, generator", expected.generators, found.generators):
+        if not torch.equal(expected.generators[name], found.generators[name]):
+            findings.add_mismatch(f"{step}, generator {name}", "another state: the random draws were not the same")
 
 
-def _pairs(
-    findings: _Findings, place: str, expected: dict[str, Any], found: dict[str, Any]
-) -> Iterator[tuple[str, Any, Any]]:
+class _Sized(NamedTuple):
+    """A value of the reference, its largest finite magnitude, and that of all values it is judged with."""
+
+    value: Any
+    size: float
+    largest: float
+
+
+def _names(findings: _Findings, place: str, expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     for name in sorted(expected.keys() ^ found.keys()):
         if name not in found:
             findings.add_mismatch(f"{place} {name}", "missing")
         else:
             findings.add_mismatch(f"{place} {name}", "not there in the reference")
-    yield from ((f"{place} {name}", a, found[name]) for name, a in expected.items() if name in found)
+    return [name for name in expected if name in found]
 
 
-def _compare_values(findings: _Findings, kind: Kind, where: str, values: tuple[Any, Any], largest: float) -> None:
-    a, b = values
+def _compare_values(findings: _Findings, kind: Kind, where: str, expected: _Sized, found: Any) -> None:
+    a, b = expected.value, found
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
             findings.add_mismatch(where, f"{_describe(b)} in place of {_describe(a)}")
@@ -280,8 +291,8 @@ def _compare_values(findings: _Findings, kind: Kind, where: str, values: tuple[A
     if not same_strides(a, b):
         findings.strides.append(Mismatch(where, f"strides {b.stride()} in place of {a.stride()}"))
     if a.is_floating_point() or a.is_complex():
-        vanishes = _size(a) <= _vanishing_limit(b.dtype) * largest
-        scale = VANISHING_SCALE * largest if vanishes else _size(a)
+        vanishes = expected.size <= _vanishing_limit(b.dtype) * expected.largest
+        scale = VANISHING_SCALE * expected.largest if vanishes else expected.size
         findings.add_error("vanishing" if vanishes else kind, where, _relative_error(a, b, scale))
     elif not torch.equal(a, b):
         findings.add_mismatch(where, _OTHER_VALUES)
@@ -289,9 +300,10 @@ def _compare_values(findings: _Findings, kind: Kind, where: str, values: tuple[A
 
 def _relative_error(a: Tensor, b: Tensor, scale: float) -> float:
     a, b = _widen(a), _widen(b)
-    same = (a == b) | (a.isnan() & b.isnan())  # a - b is no number where both are infinite
-    distance = torch.where(same, 0.0, (a - b).abs())
-    worst = float(distance.max()) if distance.numel() else 0.0
+    distance = a - b
+    worst = _reach(distance)
+    if not math.isfinite(worst):  # the difference is no number where both are infinite
+        worst = _reach(torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, distance))
     if worst == 0:
         return 0.0
     return worst / scale if scale > 0 and not math.isnan(worst) else math.inf
@@ -306,16 +318,23 @@ def _vanishing_limit(dtype: torch.dtype) -> float:
     return max(math.pow(torch.finfo(dtype).eps, 2 / 3), LEAST_SIZE)
 
 
-def _largest(values: Any) -> float:
-    sizes = [_size(v) for v in values if isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex())]
-    return max(sizes, default=0.0)
+def _size(value: Any) -> float:
+    """Return the largest finite magnitude of a tensor of floating-point numbers, 0 of anything else."""
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return 0.0
+    wide = _widen(value)
+    reach = _reach(wide)
+    return reach if math.isfinite(reach) else _reach(torch.where(wide.isfinite(), wide, 0.0))
 
 
-def _size(tensor: Tensor) -> float:
-    """Return the largest finite magnitude."""
-    magnitudes = _widen(tensor).abs()
-    finite = magnitudes[magnitudes.isfinite()]
-    return float(finite.max()) if finite.numel() else 0.0
+def _reach(tensor: Tensor) -> float:
+    """Return the largest magnitude, infinite or no number where one element is."""
+    if not tensor.numel():
+        return 0.0
+    if tensor.is_complex():
+        return float(tensor.abs().max())
+    least, most = torch.aminmax(tensor)
+    return max(-float(least), float(most))
 
 
 def _widen(tensor: Tensor) -> Tensor:
