@@ -102,7 +102,10 @@ def test_one_halo_exchange_for_each_7x7_convolution_and_for_nothing_else(name: s
     assert all(len(node.users) == 1 for node in exchanges)
 
 
-@pytest.mark.parametrize(("name", "pointwise"), [("convnext_atto", "conv2d"), ("convnext_tiny", "linear")])
+@pytest.mark.parametrize(
+    ("name", "pointwise"),
+    [("convnext_atto", "conv2d"), pytest.param("convnext_tiny", "linear", marks=pytest.mark.nightly)],
+)
 def test_1x1_4x4_and_2x2_layers_read_their_own_columns(name: str, pointwise: str) -> None:
     local = rewritten(name).local
     blocks = sum(NETS[name].blocks)

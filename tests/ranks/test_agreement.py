@@ -387,5 +387,5 @@ def test_a_fresh_interpreter_finds_the_backend_and_gets_clear_errors() -> None:
             assert (absent["classes"][0], absent["text"]) == ("ValueError", "the loader broke")
         else:
             assert absent["classes"][0] == "RankMismatchError"
-            assert re.match(r"rank 1 of the mesh did not compile this graph within 2\d s: it raised", absent["text"])
+            assert re.match(r"rank 1 of the mesh did not compile this graph within \d s: it raised", absent["text"])
             assert absent["seconds"] < LIMIT_S

@@ -149,6 +149,7 @@ def test_checkpoints_are_exact(pool: RankPool, inner_backend: str, *, reentrant:
     assert_exact(pool, case)
 
 
+@pytest.mark.nightly
 def test_checkpoints_are_exact_under_inductor(pool: RankPool) -> None:
     assert_exact(pool, Case(nested, inner_backend="inductor", steps=1))
 

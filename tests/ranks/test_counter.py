@@ -70,7 +70,14 @@ def of_one_rank(pool: RankPool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "inner"), [((2,), "eager"), ((3,), "aot_eager"), ((2, 2), "eager"), ((2,), "inductor")], ids=str
+    ("shape", "inner"),
+    [
+        ((2,), "eager"),
+        ((3,), "aot_eager"),
+        ((2, 2), "eager"),
+        pytest.param((2,), "inductor", marks=pytest.mark.nightly),
+    ],
+    ids=str,
 )
 def test_any_number_of_ranks_draws_the_same(
     pool: RankPool, of_one_rank: list[Tensor], shape: tuple[int, ...], inner: str

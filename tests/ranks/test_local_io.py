@@ -121,7 +121,7 @@ def plain_parts(rank: int, cuts: Cuts, backend: str, outputs: Any) -> None:
     check_trained(model, reference)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("outputs", ["global", "local"])
 @pytest.mark.parametrize("cuts", [WIDTH, EVEN, BOTH], ids=["uneven", "even", "two dims"])
 def test_plain_parts(pool: RankPool, cuts: Cuts, outputs: str, backend: str) -> None:

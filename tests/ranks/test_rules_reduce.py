@@ -170,6 +170,10 @@ def test_nansum_of_no_dims_is_of_all_or_refused(pool: RankPool) -> None:
         pool.run(judge, [case("no-dims-nan", "w-2")], ranks=2)
 
 
-@pytest.mark.parametrize("name", ["amax", "max-dim", "argmax-flat", "prod", "cumsum", "logsumexp", "std"])
+UNDER_AOT = ("amax", "logsumexp", "std")
+AT_NIGHT = ("max-dim", "argmax-flat", "prod", "cumsum")
+
+
+@pytest.mark.parametrize("name", [*UNDER_AOT, *(pytest.param(name, marks=pytest.mark.nightly) for name in AT_NIGHT)])
 def test_reduction_under_aot_autograd(pool: RankPool, name: str) -> None:
     assert_exact(pool, case(name, "2x2", inner_backend="aot_eager"))

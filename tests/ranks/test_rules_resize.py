@@ -81,19 +81,15 @@ TABLE: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", TABLE)
-def test_resize_equals_one_device(pool: RankPool, name: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [(n, m) for n, (shape, _) in TABLE.items() for m in [(2,), (3,), (2, 2)] if len(shape) > len(m) + 1],
+)
+def test_resize_equals_one_device(pool: RankPool, name: str, mesh: tuple[int, ...]) -> None:
     shape, kwargs = TABLE[name]
+    dims = (2, 3) if len(mesh) == 2 else (len(shape) - 1,)
     build = functools.partial(resized, shape, **kwargs)
-    assert_exact(pool, Case(build, (Shard(len(shape) - 1),), (ranks,), inner_backend="eager"))
-
-
-@pytest.mark.parametrize("name", [name for name, (shape, _) in TABLE.items() if len(shape) > 3])
-def test_two_split_dimensions(pool: RankPool, name: str) -> None:
-    shape, kwargs = TABLE[name]
-    build = functools.partial(resized, shape, **kwargs)
-    assert_exact(pool, Case(build, (Shard(2), Shard(3)), (2, 2), inner_backend="eager"))
+    assert_exact(pool, Case(build, tuple(map(Shard, dims)), mesh, inner_backend="eager"))
 
 
 @pytest.mark.parametrize("name", ["nearest-float32-picks", "nearest-exact-size", "bilinear-x2", "bicubic-size"])
