@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate as DTensorReplicate
 from torch.distributed.tensor import Shard as DTensorShard
@@ -36,14 +37,34 @@ from fxshard.provenance import is_communication
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import fx
     from torch.distributed.tensor.placement_types import Placement
 
 log = logging.getLogger("fxshard")
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a graph was on its way, for who looks for a fault.
+
+    Args:
+        source: Dynamo's graph: the model's own operators.
+        planned: The global graph.
+        local: This rank's graph.
+        config: What was asked for.
+        run: What the inner backend made of it.
+    """
+
+    source: fx.GraphModule
+    planned: fx.GraphModule
+    local: fx.GraphModule
+    config: Config
+    run: Callable[..., Any]
+
+
 on_compiled: list[Callable[[fx.GraphModule, fx.GraphModule, Config], None]] = []
 """Called with (planned global graph, local graph, config) after each rewrite, before the inner backend."""
-on_first_call: list[Callable[[fx.GraphModule, fx.GraphModule, Config, Sequence[Any]], None]] = []
-"""Called with the same and the inputs when a graph that was compiled meanwhile is first called, before it runs."""
+on_first_call: list[Callable[[Compiled, Sequence[Any]], None]] = []
+"""Called with the inputs when a graph that was compiled meanwhile is first called, before it runs."""
 OPTIONS = ("mesh", "placements", "inner_backend", "rng", "outputs", "bucket_cap_mb", "reduce_dtype")
 Rng = Literal["match", "counter"]
 WHERE = ("global", "local")
@@ -109,6 +130,7 @@ def _compile(
     if mesh.size() == 1 and not _needs_passes(gm, example_inputs, mesh, options):
         with dead_draws_kept():
             return lookup_backend(options.get("inner_backend", "inductor"))(gm, list(example_inputs))
+    source = _copied(gm) if on_first_call else gm  # passes write to it
     started = time.monotonic()
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -134,7 +156,13 @@ def _compile(
     groups = functools.partial(summing_groups, mesh)
     compiled = lower(executable(local, config=config, groups=groups), examples, config=config)
     run = _agreeing(with_local_io(compiled, list(parts), mesh, local.meta[OUTPUTS]), mesh, local, description)
-    return _watched(run, graph, local, config) if on_first_call else run
+    return _watched(Compiled(source, graph, local, config, run)) if on_first_call else run
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    return fx.GraphModule(gm, graph)
 
 
 def _needs_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: DeviceMesh, options: dict[str, Any]) -> bool:
@@ -169,16 +197,14 @@ def _agreeing(
     return agreeing
 
 
-def _watched(
-    run: Callable[..., Any], graph: fx.GraphModule, local: fx.GraphModule, config: Config
-) -> Callable[..., Any]:
-    """Return ``run`` with the observers told of its first call."""
+def _watched(compiled: Compiled) -> Callable[..., Any]:
+    """Return what runs the graph, with the observers told of its first call."""
     pending = list(on_first_call)
 
     def watched(*inputs: Any) -> Any:
         while pending:
-            pending.pop(0)(graph, local, config, inputs)
-        return run(*inputs)
+            pending.pop(0)(compiled, inputs)
+        return compiled.run(*inputs)
 
     return watched
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fxshard.backend import check_choices
-from fxshard.bisect import Culprit, bisect_on_rank
+from fxshard.bisect import Culprit, bisect_on_rank, first_of
 from fxshard.compare import KINDS, Difference, difference, transformed, within_float32
 from fxshard.trace import Case, build_model, run_steps
 from fxshard.workers import RankPool
@@ -46,7 +46,8 @@ class Verification:
         judged: Whether each rank's model is the untouched one, by dtype.
         differences: Each rank's differences from the untouched model in float64, by dtype.
         rounding: The untouched model's own, by dtype; none in float64.
-        culprit: The first node that differs, on the first rank where one does; None where none was looked for.
+        culprit: The first node that differs on some rank; None where none was looked for.
+        bisected: Whether one was looked for.
     """
 
     world_size: int
@@ -54,6 +55,7 @@ class Verification:
     differences: dict[str, tuple[Difference, ...]]
     rounding: dict[str, Difference]
     culprit: Culprit | None = None
+    bisected: bool = False
 
     @property
     def exact(self) -> bool:
@@ -76,6 +78,8 @@ class Verification:
                     lines += ["", f"rank {rank}, {dtype}", str(each)]
         if self.culprit is not None:
             lines += ["", str(self.culprit)]
+        elif self.bisected:
+            lines += ["", "run node by node no rank differs: no node can be named"]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -153,10 +157,10 @@ def verify(  # noqa: PLR0913  options
         culprits: list[Culprit | None] = []
         if bisect and not all(all(each) for each in judged.values()):
             culprits = pool.run(bisect_on_rank, case)
-    culprit = next((c for c in culprits if c is not None), None)
+    culprit = first_of(culprits)
     differences: dict[str, tuple[Difference, ...]] = {n: tuple(e.difference for e in all_) for n, all_ in found.items()}
     rounding: dict[str, Difference] = {n: all_[0].rounding for n, all_ in found.items() if all_[0].rounding is not None}
-    return Verification(math.prod(shape), judged, differences, rounding, culprit)
+    return Verification(math.prod(shape), judged, differences, rounding, culprit, bisected=bool(culprits))
 
 
 def _copied(model: nn.Module, inputs: torch.Tensor | Inputs | None) -> tuple[nn.Module, Inputs]:
