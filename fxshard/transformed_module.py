@@ -26,6 +26,7 @@ import torch
 from fxshard._torch import is_fx_symbolic_tracing
 from fxshard.dynamo import is_capturing, traceable_call, traceable_forward
 from fxshard.errors import CaptureError, FxShardError
+from fxshard.outer_hooks import within_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +103,7 @@ def _call_entry(net: torch.nn.Module, run: Call) -> Call:
     run = _opaque(net, run)
 
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self._call_impl(*args, **kwargs) if is_capturing() else run(*args, **kwargs)
+        return self._call_impl(*args, **kwargs) if is_capturing() else within_hooks(self, run, args, kwargs)
 
     return MethodType(call, net)
 
