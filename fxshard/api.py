@@ -43,6 +43,7 @@ def transform(  # noqa: PLR0913  options, by keyword
     outputs: Literal["global", "local"] = "global",
     bucket_cap_mb: float = 25.0,
     reduce_dtype: torch.dtype | None = None,
+    check_every: int = 0,
 ) -> Model:
     """Return ``model`` with a forward that splits the image over the ranks of ``mesh``.
 
@@ -83,6 +84,8 @@ def transform(  # noqa: PLR0913  options, by keyword
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB, as in ``DistributedDataParallel``; 0 gives each
             parameter its own.
         reduce_dtype: What gradients are summed over the ranks in; None for each parameter's own type.
+        check_every: After how many calls of a compiled graph the ranks compare, bit for bit, all parameters, buffers
+            and generator states that it uses; 0 for never.  Each time reads all parameters once.
 
     Returns:
         A module of the same class.
@@ -106,6 +109,7 @@ def transform(  # noqa: PLR0913  options, by keyword
         "outputs": outputs,
         "bucket_cap_mb": bucket_cap_mb,
         "reduce_dtype": reduce_dtype,
+        "check_every": check_every,
     }
     net = twin(model)
     make_transformed(net, functools.partial(_runner, options))

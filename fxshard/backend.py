@@ -22,6 +22,7 @@ from fxshard import agreement
 from fxshard._torch import FakeTensorMode, dead_draws_kept, detect_fake_mode, lookup_backend
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
+from fxshard.guard import Guard, generator_digest, guarded
 from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
 from fxshard.meeting import digest
 from fxshard.mesh import default_mesh, summing_groups
@@ -32,6 +33,7 @@ from fxshard.passes.lower import lower
 from fxshard.passes.pipeline import executable, localized, planned
 from fxshard.passes.replace_random import has_random
 from fxshard.passes.rewrite import OUTPUTS
+from fxshard.program import input_name
 from fxshard.provenance import is_communication
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ on_compiled: list[Callable[[fx.GraphModule, fx.GraphModule, Config], None]] = []
 """Called with (planned global graph, local graph, config) after each rewrite, before the inner backend."""
 on_first_call: list[Callable[[Compiled, Sequence[Any]], None]] = []
 """Called with the inputs when a graph that was compiled meanwhile is first called, before it runs."""
-OPTIONS = ("mesh", "placements", "inner_backend", "rng", "outputs", "bucket_cap_mb", "reduce_dtype")
+OPTIONS = ("mesh", "placements", "inner_backend", "rng", "outputs", "bucket_cap_mb", "reduce_dtype", "check_every")
 Rng = Literal["match", "counter"]
 WHERE = ("global", "local")
 """What inputs and outputs may be."""
@@ -155,8 +157,10 @@ def _compile(
     examples = [part_example(parts[i], mode) if i in parts else v for i, v in enumerate(example_inputs)]
     groups = functools.partial(summing_groups, mesh)
     compiled = lower(executable(local, config=config, groups=groups), examples, config=config)
-    run = _agreeing(with_local_io(compiled, list(parts), mesh, local.meta[OUTPUTS]), mesh, local, description)
-    return _watched(Compiled(source, graph, local, config, run)) if on_first_call else run
+    run = with_local_io(compiled, list(parts), mesh, local.meta[OUTPUTS])
+    made = Compiled(source, graph, local, config, run)
+    run = _guarded(run, mesh, made, description)
+    return _watched(dataclasses.replace(made, run=run)) if on_first_call else run
 
 
 def _copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -182,19 +186,18 @@ def _needs_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: Devic
         return False
 
 
-def _agreeing(
-    run: Callable[..., Any], mesh: DeviceMesh, local: fx.GraphModule, description: dict[str, str]
+def _guarded(
+    run: Callable[..., Any], mesh: DeviceMesh, compiled: Compiled, description: dict[str, str]
 ) -> Callable[..., Any]:
     """Return ``run`` behind a comparison of the ranks, where it has collectives in which they could wait for ever."""
-    if not any(map(is_communication, local.graph.nodes)):
+    if not any(map(is_communication, compiled.local.graph.nodes)):
         return run
-    words = {agreement.WORK: "a compiled graph to run", **{name: description[name] for name in RUNS}}
-
-    def agreeing(*inputs: Any) -> Any:
-        agreement.agree_to_run(mesh, words)
-        return run(*inputs)
-
-    return agreeing
+    captured: Captured = compiled.planned.meta[KEY]
+    inputs = compiled.planned.graph.find_nodes(op="placeholder")
+    names = {i: f"parameter or buffer {input_name(n)}" for i, n in enumerate(inputs) if captured.is_state[i]}
+    words = {name: description[name] for name in RUNS}
+    every, draws = compiled.config.check_every, has_random(compiled.planned)
+    return guarded(run, Guard(mesh, words, names, check_every=every, draws=draws))
 
 
 def _watched(compiled: Compiled) -> Callable[..., Any]:
@@ -227,6 +230,10 @@ def check_choices(options: dict[str, Any]) -> None:
     cap = options.get("bucket_cap_mb", Config.bucket_cap_mb)
     if isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap >= 0:
         msg = f"bucket_cap_mb={cap!r} is no size; use MiB, such as {Config.bucket_cap_mb}, or 0 for a bucket each"
+        raise PlanError(msg)
+    every = options.get("check_every", Config.check_every)
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        msg = f"check_every={every!r} is no number of calls; use 1 for each call, 100, ..., or 0 for never"
         raise PlanError(msg)
     dtype = options.get("reduce_dtype")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -272,6 +279,7 @@ def make_config(mesh: DeviceMesh, options: dict[str, Any]) -> Config:
         local_outputs=options.get("outputs") == "local",
         bucket_cap_mb=options.get("bucket_cap_mb", Config.bucket_cap_mb),
         reduce_dtype=options.get("reduce_dtype"),
+        check_every=options.get("check_every", Config.check_every),
     )
 
 
@@ -323,7 +331,7 @@ def _description(
         "memory formats": digest(_memory_orders(captured, example_inputs, config)),
         "input values": agreement.values_digest(given) if compared else "not compared again",
         "sequence of collectives": agreement.collectives_digest(local),
-        "generator state": _generator_digest(graph),
+        "generator state": generator_digest() if has_random(graph) else "not used",
         "torch": torch.__version__,
     }
 
@@ -342,12 +350,3 @@ def _memory_orders(captured: Captured, example_inputs: Sequence[Any], config: Co
         and number not in parts
         and (captured.is_state[number] or captured.requires_grad[number])
     ]
-
-
-def _generator_digest(graph: fx.GraphModule) -> str:
-    if not has_random(graph):
-        return "not used"
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return agreement.values_digest(states)

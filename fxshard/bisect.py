@@ -31,11 +31,12 @@ from torch import fx
 from fxshard import backend
 from fxshard.compare import VANISHING_SCALE, transformed
 from fxshard.layout import Layout, Partial, Shard
-from fxshard.passes.capture import KEY, SOURCE, Captured
+from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.hoist_sums import TERM
 from fxshard.passes.pipeline import run_pass
 from fxshard.passes.rewrite import VALUES
 from fxshard.passes.wrap_gradients import wrap_gradients
+from fxshard.program import input_name
 from fxshard.provenance import module_path, source_line
 from fxshard.replay import Ran, leaves_of, run_graph, train
 from fxshard.trace import Case, build_model
@@ -294,7 +295,7 @@ def _compared(
     where = next(iter(node.users), node) if node.op == "placeholder" else node  # a parameter: where it is used
     return Culprit(
         node=node.name,
-        op=str(node.target) if node.op == "call_function" else _input_name(node),
+        op=str(node.target) if node.op == "call_function" else f"input {input_name(node)}",
         kind=kind,
         error=error,
         layout=str(plan.outputs[0]),
@@ -321,11 +322,6 @@ def _error(expected: Tensor, found: Tensor, largest: float) -> float:
 
 def _described(node: fx.Node) -> str:
     return f"{node.name} ({node.target}) at {source_line(node) or 'an unknown line'}"
-
-
-def _input_name(node: fx.Node) -> str:
-    name = getattr(getattr(node, SOURCE, None), "name", "")
-    return f"input {name() if callable(name) else name}"  # a method in 2.11, a property in 2.14
 
 
 def _statistics(x: Tensor) -> str:

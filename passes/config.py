@@ -28,6 +28,7 @@ class Config:
         piece: Whether the graph may be a piece of a model, which need not have an image.
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB.
         reduce_dtype: What gradients are summed in; None for each parameter's own type.
+        check_every: Calls from one comparison of what the ranks hold to the next; 0 for none.
     """
 
     mesh_shape: tuple[int, ...]
@@ -40,3 +41,4 @@ class Config:
     piece: bool = False
     bucket_cap_mb: float = 25.0
     reduce_dtype: torch.dtype | None = None
+    check_every: int = 0

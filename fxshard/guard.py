@@ -1,0 +1,73 @@
+"""What stands before every call of a compiled graph that has collectives: do all ranks run the same, and hold the same?
+
+What they run is compared at each call, in a few words.  What they hold is compared each ``check_every`` calls, bit
+for bit: ranks that a fault, or a kernel that adds in no fixed order, has moved apart train models that look alike.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fxshard import agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Guard:
+    """Compares the ranks of a mesh; to be called with a graph's inputs before it runs.
+
+    Args:
+        mesh: The spatial mesh.
+        words: What is run.
+        state: The names of the inputs that are parameters and buffers, by their numbers.
+        check_every: Calls from one comparison of what the ranks hold to the next; 0 for none.
+        draws: Whether the graph draws random numbers.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, words: dict[str, str], state: Mapping[int, str], *, check_every: int, draws: bool
+    ) -> None:
+        self.mesh = mesh
+        self.words = {agreement.WORK: "a compiled graph to run", **words}
+        self.state = state
+        self.check_every = check_every
+        self.draws = draws
+        self.calls = 0
+
+    def check(self, inputs: tuple[Any, ...]) -> None:
+        """Compare the ranks.
+
+        Raises:
+            RankMismatchError: A rank differs, failed, or did not come.
+        """
+        self.calls += 1
+        due = self.check_every and self.calls % self.check_every == 0
+        agreement.agree_to_run(self.mesh, {**self.words, **self._held(inputs)} if due else self.words)
+
+    def _held(self, inputs: tuple[Any, ...]) -> dict[str, str]:
+        """Return a hash of each parameter and buffer, and of the generators' states."""
+        found = {name: agreement.values_digest([inputs[number]]) for number, name in self.state.items()}
+        return {**found, "generator state": generator_digest()} if self.draws else found
+
+
+def generator_digest() -> str:
+    """Return a hash of the states of the default generators of this process."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return agreement.values_digest(states)
+
+
+def guarded(run: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+    """Return ``run`` with the ranks compared before it."""
+
+    def compared(*inputs: Any) -> Any:
+        guard.check(inputs)
+        return run(*inputs)
+
+    return compared

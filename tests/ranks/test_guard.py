@@ -1,0 +1,74 @@
+"""``check_every``: ranks that hold other parameters, buffers or generator states are told, and by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from fxshard.api import transform
+from fxshard.errors import PlanError, RankMismatchError
+from fxshard.workers import mesh
+
+if TYPE_CHECKING:
+    from fxshard.workers import RankPool
+
+EVERY = 3
+
+
+def build(dropout: float = 0.2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Dropout(dropout))
+
+
+def told(rank: int, what: str, check_every: int) -> tuple[int, str]:
+    """Move rank 1 apart after the first call; return which call raises, and what (runs in a rank process)."""
+    torch.compiler.reset()
+    model = build()
+    net = transform(model, mesh=mesh((2,)), placements=[Shard(3)], inner_backend="eager", check_every=check_every)
+    for call in range(1, 2 * EVERY + 1):
+        try:
+            net(torch.ones(2, 3, 6, 10))
+        except RankMismatchError as error:
+            return call, str(error)
+        if call == 1 and rank == 1:
+            with torch.no_grad():
+                if what == "parameter":
+                    model.get_parameter("0.bias")[2] += 2**-20
+                elif what == "buffer":
+                    model.get_buffer("1.running_var").mul_(1 + 2**-20)
+                elif what == "generator":
+                    torch.rand(1)
+    return 0, ""
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ("parameter", "parameter or buffer 0.bias"),
+        ("buffer", "parameter or buffer 1.running_var"),
+        ("generator", "generator state"),
+    ],
+)
+def test_ranks_that_moved_apart_are_told_at_the_next_check(pool: RankPool, what: str, name: str) -> None:
+    for call, text in pool.run(told, what, EVERY, ranks=2):
+        assert call == EVERY
+        assert f"{name}: rank 0 has " in text
+        assert text.count("rank 0 has ") == 1
+
+
+def test_ranks_that_hold_the_same_go_on(pool: RankPool) -> None:
+    assert pool.run(told, "nothing", EVERY, ranks=2) == [(0, "")] * 2
+
+
+def test_nothing_is_compared_unless_asked(pool: RankPool) -> None:
+    assert pool.run(told, "parameter", 0, ranks=2) == [(0, "")] * 2
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, None])
+def test_other_values_are_refused(wrong: object) -> None:
+    with pytest.raises(PlanError, match="is no number of calls"):
+        transform(build(), inner_backend="eager", check_every=wrong)  # type: ignore[arg-type]
