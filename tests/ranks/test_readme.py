@@ -9,12 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
 
 import fxshard
 from fxshard.workers import mesh
@@ -56,6 +59,42 @@ def test_the_training_script_runs_on_two_cpu_ranks(tmp_path: Path) -> None:
     assert len(first) == 3
     assert first == second
     assert "head.fc.weight" in torch.load(tmp_path / "net.pt")
+
+
+def combined(rank: int, program: str) -> float:
+    """Run the README's lines on images of each row's own; return the largest relative error of a gradient."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net, reference = (nn.Conv2d(3, 4, 5, padding=2).double() for _ in range(2))
+    reference.load_state_dict(net.state_dict())
+    images = torch.randn(2, 3, 8, 16, dtype=torch.float64)
+    reference(images).square().mean().backward()
+    names: dict[str, Any] = {
+        "fxshard": SimpleNamespace(transform=functools.partial(fxshard.transform, inner_backend="eager")),
+        "init_device_mesh": init_device_mesh,
+        "DistributedDataParallel": DistributedDataParallel,
+        "fully_shard": fully_shard,
+        "Shard": Shard,
+        "device": "cpu",
+        "net": net,
+    }
+    exec(program, names)
+    row = names["mesh"].get_local_rank("data")
+    names["net"](images[row : row + 1]).square().mean().backward()
+    errors = []
+    for p, q in zip(names["net"].parameters(), reference.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        whole = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        errors.append(float((whole - q.grad).abs().max() / q.grad.abs().max()))
+    return max(errors)
+
+
+def test_what_goes_around_a_model_goes_around_a_transformed_one(pool: RankPool) -> None:
+    with_ddp, fsdp = program_with("DistributedDataParallel"), program_with("fully_shard")
+    with_fsdp = "".join(line for line in with_ddp.splitlines(True) if "DistributedDataParallel" not in line) + fsdp
+    for program in (with_ddp, with_fsdp):
+        assert max(pool.run(combined, program, ranks=4)) < 1e-9
 
 
 def local_loss(rank: int, program: str) -> float:
