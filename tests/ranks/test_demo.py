@@ -92,6 +92,7 @@ def test_a_split_model_that_computes_something_else_is_found_out(tmp_path: Path,
     assert json.loads(plan.read_text())["mesh_shape"] == [2]
 
 
+@pytest.mark.nightly
 def test_torchrun_s_ranks_are_used_and_one_of_them_speaks(tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")

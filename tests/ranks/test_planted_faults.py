@@ -48,6 +48,7 @@ def test_a_planted_fault_is_found_and_named(pool: RankPool, name: str) -> None:
     assert fault.line in (" ".join(culprit.users) or culprit.source), str(culprit)
 
 
+@pytest.mark.nightly
 def test_the_command_names_the_node_of_a_planted_fault(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--input", "2x3x12x32", "--world-size", "2", "--split", "W", "--bisect"]
     assert main(["verify", f"{faults.__name__}:faulty", *asked]) == 1

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    import pytest
     from torch.fx import Node
 
     from fxshard.emitter import Emitter
@@ -99,6 +99,7 @@ def test_verify_and_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert max(w["error"] for rank in table["errors"]["float64"] for w in rank.values() if "error" in w) < 1e-9
 
 
+@pytest.mark.nightly
 def test_verify_takes_a_module_and_a_tensor() -> None:
     found = fxshard.verify(Net(), torch.randn(1, 3, 8, 21), world_size=2, placements=[Shard(2)], steps=1)
     assert found.exact, str(found)
