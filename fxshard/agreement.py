@@ -15,7 +15,7 @@ from torch import fx
 
 from fxshard._torch import FakeTensor, WeakTensorKeyDictionary, default_group_timeout
 from fxshard.errors import RankMismatchError
-from fxshard.meeting import Meeting, digest
+from fxshard.meeting import GRACE_S, Meeting, digest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -189,6 +189,22 @@ def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
         log.warning("the other ranks could not be told of %r: %s", message, error)
 
 
+def failures_of_others(mesh: DeviceMesh, message: str) -> str:
+    """Tell the other ranks of a failure in a collective, and return what they tell of theirs; empty where nothing.
+
+    Args:
+        mesh: The spatial mesh.
+        message: What happened here.
+    """
+    try:
+        said = Meeting(mesh, {FAILED: message}).told({FAILED: message}, GRACE_S)
+    except RuntimeError as error:
+        return f"the rank that keeps the store of the process group ended: {error}"
+    own = mesh.mesh.flatten().tolist().index(dist.get_rank())
+    told = [f"rank {r}: {words.get(FAILED, 'nothing')}" for r, words in enumerate(said) if r != own]
+    return "; ".join(told)
+
+
 def _said(meeting: Meeting, timeout_s: float, absent: str) -> list[dict[str, str]]:
     """Return the words of the ranks that came, in the mesh's order; none where all came with the same.
 
@@ -222,7 +238,7 @@ def check_failures(said: Sequence[dict[str, Any]]) -> None:
     failed = {r: d[FAILED] for r, d in enumerate(said) if FAILED in d}
     if failed:
         details = "; ".join(f"rank {r}: {text}" for r, text in failed.items())
-        msg = f"compilation failed on {len(failed)} of {len(said)} ranks: {details}"
+        msg = f"{len(failed)} of {len(said)} ranks failed: {details}"
         raise RankMismatchError(msg)
 
 

@@ -6,16 +6,21 @@ for bit: ranks that a fault, or a kernel that adds in no fixed order, has moved 
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from fxshard import agreement
+from fxshard.errors import RankMismatchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch.distributed.device_mesh import DeviceMesh
+
+_GLOO = re.compile(r"gloo|Timed out waiting|Connection (closed|reset)|Application timeout", re.IGNORECASE)
 
 
 class Guard:
@@ -49,6 +54,20 @@ class Guard:
         due = self.check_every and self.calls % self.check_every == 0
         agreement.agree_to_run(self.mesh, {**self.words, **self._held(inputs)} if due else self.words)
 
+    def tell(self, error: Exception) -> None:
+        """Tell the other ranks that this one failed while it ran: they may wait for it in a collective, or will.
+
+        Raises:
+            RankMismatchError: A collective failed, because another rank did; it says what that rank told.
+        """
+        what = f"{type(error).__name__}: {error}"
+        if not _of_communication(error):
+            agreement.announce_failure(self.mesh, f"it raised while it ran the model: {what}")
+            return
+        told = agreement.failures_of_others(self.mesh, f"a collective failed: {what}")
+        msg = f"a collective of the model failed, as another rank ended, raised or was late ({told}): {error}"
+        raise RankMismatchError(msg) from error
+
     def _held(self, inputs: tuple[Any, ...]) -> dict[str, str]:
         """Return a hash of each parameter and buffer, and of the generators' states."""
         found = {name: agreement.values_digest([inputs[number]]) for number, name in self.state.items()}
@@ -63,11 +82,20 @@ def generator_digest() -> str:
     return agreement.values_digest(states)
 
 
+def _of_communication(error: BaseException) -> bool:
+    """Return whether a collective failed; gloo's errors have no class of their own."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_GLOO.search(str(error))))
+
+
 def guarded(run: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
     """Return ``run`` with the ranks compared before it."""
 
     def compared(*inputs: Any) -> Any:
         guard.check(inputs)
-        return run(*inputs)
+        try:
+            return run(*inputs)
+        except Exception as error:
+            guard.tell(error)
+            raise
 
     return compared

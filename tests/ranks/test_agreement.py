@@ -189,7 +189,7 @@ def test_a_rank_that_cannot_plan_tells_the_others_why(pool: RankPool, way: str) 
     wrong = Program(options=(("placements", [Shard(5)]),))
     other, own = pool.run(run_program, way, [Program(), wrong], ranks=RANKS)
     assert other.kind == "RankMismatchError"
-    assert "compilation failed on 1 of 2 ranks: rank 1: placements split dim 5" in other.text
+    assert "1 of 2 ranks failed: rank 1: placements split dim 5" in other.text
     assert own.is_ours
     assert "placements split dim 5" in own.text
     both = pool.run(run_program, way, [wrong, wrong], ranks=RANKS)
