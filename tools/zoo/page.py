@@ -32,7 +32,7 @@ weights, image and the result of each operation are moved by one unit in the las
 The other columns are those of the plan for images of {SIZE[0]} x {SIZE[1]} pixels (models of one size: their own):
 the share of the FLOPs (convolutions and matrix products of the forward) that runs split; the largest tensor that ranks
 put together, outputs and partial sums apart, against the largest value at the network's coarsest resolution, in
-thousands of elements; and what rank 0 sends in halos in a step, forward and backward.
+thousands of elements; and what a rank sends in halos in a step, forward and backward.
 """
 HEAD = """\
 | model | exact | FLOPs split | gather / feature map, k | halo KB | gathered because |

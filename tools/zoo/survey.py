@@ -14,26 +14,24 @@ hands the model to the backend, and nothing is computed::
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from fxshard.emitter import Rank
-from fxshard.errors import FxShardError
+import fxshard
 from fxshard.passes.capture import KEY, Captured
-from fxshard.passes.config import Config
-from fxshard.passes.pipeline import localized, planned
 from fxshard.provenance import is_communication, module_path, origins
-from fxshard.report import PlanReport, describe
 from fxshard.values import is_tensor, plan_of, tensor_value
 from tools.zoo.models import build, fitting_size
 from tools.zoo.verdict import Setting, Survey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from fxshard.report import PlanReport
 
 SIZE = (512, 1024)
 COARSEST = 64
@@ -41,12 +39,8 @@ COARSEST = 64
 ops = torch.ops.fxshard
 
 
-class _Surveyed(Exception):  # noqa: N818  not an error: it ends the run before anything is computed
-    """The plan is made."""
-
-
 def survey(rank: int, name: str, setting: Setting) -> Survey:
-    """Plan a model for images of :data:`SIZE`, as the first rank of the setting's mesh does.
+    """Plan a model for images of :data:`SIZE` on the setting's mesh.
 
     Args:
         rank: Not used: nothing is communicated, so any process will do.
@@ -56,40 +50,16 @@ def survey(rank: int, name: str, setting: Setting) -> Survey:
     del rank
     size = fitting_size(name, SIZE)
     model, inputs = build(name, SIZE)
-    config = _config(name, setting)
-    found: list[Survey] = []
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = planned(gm, example_inputs, config=config)
-        found.append(_measure(graph, localized(graph, config=config), config, size))
-        return _stop
-
     torch.compiler.reset()
-    try:
-        torch.compile(model.train(), backend=backend, fullgraph=True, dynamic=False)(*inputs)
-    except _Surveyed:
-        return found[0]
-    msg = f"{name} has no graph to plan"
-    raise FxShardError(msg)
-
-
-def _config(name: str, setting: Setting) -> Config:
-    dims = tuple(placement.dim for placement in setting.placements(name))
-    rank = Rank((0,) * len(dims), tuple(f"axis {axis}" for axis in setting.axes))  # groups that nothing looks up
-    return Config(setting.mesh, dims, rank, inner_backend="eager")
-
-
-def _stop(*_: Any) -> Any:
-    raise _Surveyed
-
-
-def _measure(graph: fx.GraphModule, local: fx.GraphModule, config: Config, size: tuple[int, int]) -> Survey:
-    report = describe(graph, local, config)
-    flops, share = split_share(graph)
-    elements, module = largest_gather(graph, local, report)
-    return Survey(
-        size, flops, share, elements, module, feature_map(graph), report.total.of("halo").bytes, report.reasons
+    placements = setting.placements(name)
+    on_meta = [x.to("meta") for x in inputs]
+    made = fxshard.plan(
+        model.train().to("meta"), on_meta, mesh_shape=setting.mesh, placements=placements, inner_backend="eager"
     )
+    flops, share = split_share(made.planned)
+    elements, module = largest_gather(made.planned, made.local, made.report)
+    halos, reasons = made.report.total.of("halo").bytes, made.report.reasons
+    return Survey(size, flops, share, elements, module, feature_map(made.planned), halos, reasons)
 
 
 def split_share(graph: fx.GraphModule) -> tuple[int, float]:

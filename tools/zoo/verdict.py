@@ -43,7 +43,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Survey:
-    """A plan at a realistic size, as rank 0 sees it.
+    """A plan at a realistic size, as one rank sees it.
 
     Args:
         size: Height and width in pixels.
