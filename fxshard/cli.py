@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fxshard
-from fxshard import demo_arguments, draw_command, plan_command, verify_command
+from fxshard import demo_arguments, doctor_command, draw_command, plan_command, verify_command
 from fxshard.errors import FxShardError
 
 if TYPE_CHECKING:
@@ -75,6 +75,12 @@ COMMANDS = (
         "compare a model on real ranks with the untouched model on one device",
         verify_command.add_arguments,
         verify_command.run,
+    ),
+    Command(
+        "doctor",
+        "say whether this machine has what is needed, and whether two ranks on it agree with one device",
+        doctor_command.add_arguments,
+        doctor_command.run,
     ),
 )
 
