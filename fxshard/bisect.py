@@ -158,7 +158,7 @@ def _first_difference(compiled: backend.Compiled, feed: Sequence[Any]) -> Culpri
     return (
         (_captured_otherwise(compiled.source, planned, own, whole) if same_draws else None)
         or _split_otherwise(compiled, planned, whole, parts)
-        or _compiled_otherwise(planned, whole, made, updates)
+        or (None if compiled.config.local_outputs else _compiled_otherwise(planned, whole, made, updates))
     )
 
 
@@ -198,15 +198,11 @@ def _counterparts(source: fx.GraphModule, planned: fx.GraphModule) -> Iterator[t
     for node in planned.graph.nodes:
         if node.op == "call_function" and is_tensor(node) and _model_node(node):
             made[_model_node(node)].append(node)
-    inputs = (n for n in planned.graph.nodes if n.op == "placeholder")
+    inputs = [graph.graph.find_nodes(op="placeholder") for graph in (source, planned)]
+    yield from ((theirs, ours) for theirs, ours in zip(*inputs, strict=True) if is_tensor(ours))
     for node in source.graph.nodes:
         value = node.meta.get("example_value")
-        if not isinstance(value, torch.Tensor):
-            next(inputs, None) if node.op == "placeholder" else None
-            continue
-        if node.op == "placeholder":
-            yield node, next(inputs)
-        elif node.op != "output":
+        if isinstance(value, torch.Tensor) and node.op not in ("placeholder", "output"):
             wanted = (value.shape, value.dtype)
             name = _model_node(node)  # when it was made: Dynamo renames it
             alike = [n for n in made[name] if (n.meta["val"].shape, n.meta["val"].dtype) == wanted]
