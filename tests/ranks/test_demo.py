@@ -107,6 +107,7 @@ def test_torchrun_s_ranks_are_used_and_one_of_them_speaks(tmp_path: Path) -> Non
 @pytest.mark.skipif(
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN, reason="started in the background, without Ctrl-C"
 )
+@pytest.mark.nightly
 def test_ctrl_c_ends_the_ranks_too(tmp_path: Path) -> None:
     pytest.importorskip("skimage")
     with start(tmp_path, *SMALL, "--steps", "100000", "--model", f"{__name__}:honest") as process:

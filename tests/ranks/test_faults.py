@@ -102,6 +102,7 @@ def test_out_of_memory_on_one_rank_is_told_to_the_other(pair: RankPool) -> None:
     assert max(own.seconds, other.seconds) < LIMIT_S
 
 
+@pytest.mark.nightly
 def test_a_rank_that_ends_is_told_to_the_other(pair: RankPool, tmp_path: Path) -> None:
     note = tmp_path / "told.json"
     with pytest.raises(WorkerError, match="exit code 3"):

@@ -210,7 +210,7 @@ def run_compiled(rank: int, halo: Halo, mode: str, backend: str) -> dict[str, An
         ("uneven-3", "constant", "aot_eager"),
         ("uneven-4", "reflect", "aot_eager"),
         pytest.param("left-only-2", "constant", "inductor", marks=pytest.mark.nightly),
-        ("uneven-2", "reflect", "inductor"),
+        pytest.param("uneven-2", "reflect", "inductor", marks=pytest.mark.nightly),
     ],
 )
 def test_compiled_halo_exchange_is_the_eager_one(pool: RankPool, name: str, mode: str, backend: str) -> None:

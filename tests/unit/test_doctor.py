@@ -32,6 +32,7 @@ def test_a_machine_that_has_what_is_needed(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_agree_with_one_device() -> None:
     assert verdicts(doctor.ranks()) == {"two ranks": "ok"}
 
