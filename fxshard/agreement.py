@@ -190,14 +190,18 @@ def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
 
 
 def failures_of_others(mesh: DeviceMesh, message: str) -> str:
-    """Tell the other ranks of a failure in a collective, and return what they tell of theirs; empty where nothing.
+    """Tell the other ranks of a failure in a collective, and return what they tell of theirs.
+
+    A rank that got through the collective, and comes to the next comparison later, finds the failure there.
 
     Args:
         mesh: The spatial mesh.
         message: What happened here.
     """
+    meeting = Meeting(mesh, {FAILED: message})
     try:
-        said = Meeting(mesh, {FAILED: message}).told({FAILED: message}, GRACE_S)
+        meeting.leave()
+        said = meeting.told(meeting.words, GRACE_S)
     except RuntimeError as error:
         return f"the rank that keeps the store of the process group ended: {error}"
     own = mesh.mesh.flatten().tolist().index(dist.get_rank())

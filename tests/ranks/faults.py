@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fxshard import backend
 from fxshard.emitter import Emitter
 from fxshard.layout import Fill
 from fxshard.ops import gradient_bucket
@@ -51,7 +52,7 @@ def build() -> tuple[nn.Module, tuple[Tensor]]:
 
 def faulty() -> nn.Module:
     """Return the network in a process that has a fault from now on."""
-    FAULTS["wrong border fill"].plant(pytest.MonkeyPatch())
+    FAULTS["halo one column too narrow"].plant(pytest.MonkeyPatch())  # rank 1 differs first
     return Net()
 
 
@@ -155,6 +156,16 @@ def _other_group_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(norm, "_group_norm", lambda x, groups, w, b, eps, *rest: right(x, groups, w, b, 2 * eps, *rest))
 
 
+def _other_inner_backend(patch: pytest.MonkeyPatch) -> None:
+    lower = backend.lower
+
+    def other(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        run = lower(*args, **kwargs)
+        return lambda *inputs: [1.001 * x for x in run(*inputs)]
+
+    patch.setattr(backend, "lower", other)
+
+
 def _bucket_of_own_terms(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         gradient_bucket, "_sum", lambda flat, bucket: torch.ops._c10d_functional.all_reduce(flat, "max", *bucket.groups)
@@ -185,5 +196,6 @@ FAULTS = {
     "gather out of order": Fault(_gather_out_of_order, "value", "", "x.cummax(-1)"),
     "running variance biased": Fault(_biased_running_variance, "buffer", "aten.", "self.norm"),
     "another formula for a norm": Fault(_other_group_norm, "value", "aten.", "self.groups"),
+    "another result of the inner backend": Fault(_other_inner_backend, "value", "aten.linear.default", "self.head"),
     "bucket that does not add": Fault(_bucket_of_own_terms, "gradient", "input "),
 }

@@ -295,6 +295,22 @@ def test_a_rank_that_misses_a_call_is_named_and_told_when_it_comes(pool: RankPoo
     pool.run(leave_a_meeting, ranks=RANKS)  # so that the ranks are in step again
 
 
+def fail_in_a_collective(rank: int) -> Outcome:
+    """Fail on rank 0, while rank 1 got through and comes to its next call later."""
+    spatial = mesh((RANKS,))
+    if rank == 0:
+        return outcome(lambda: agreement.failures_of_others(spatial, "a collective failed: Timed out"))
+    time.sleep(agreement.GRACE_S + 1)
+    return outcome(lambda: agreement.agree_to_run(spatial, {agreement.WORK: "a compiled graph to run"}))
+
+
+def test_who_got_through_the_collective_that_failed_is_told_at_its_next_call(pool: RankPool) -> None:
+    _, other = pool.run(fail_in_a_collective, ranks=RANKS)
+    assert other.kind == "RankMismatchError"
+    assert "rank 0: a collective failed: Timed out" in other.text
+    assert other.seconds < LIMIT_S / 3
+
+
 def leave_a_meeting(rank: int) -> None:
     if rank == 1:
         agreement.announce_failure(mesh((RANKS,)), "it did not come")
