@@ -11,6 +11,7 @@ A part's parameters, too, are there from the beginning to the end of the whole f
 
 from __future__ import annotations
 
+import sys
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def within_hooks(net: torch.nn.Module, run: Callable[..., Any], args: tuple[Any,
         args: Of the call.
         kwargs: Of the call.
     """
-    if not _outer(net._forward_pre_hooks):  # FSDP2's root has them
+    if OUTER not in sys.modules:
         return run(*args, **kwargs)
     found = [Outer(m, _outer(m._forward_pre_hooks), _outer(m._forward_hooks)) for m in net.modules()]
     found = [outer for outer in found if outer.before or outer.after]

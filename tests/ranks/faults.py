@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fxshard import backend
 from fxshard.emitter import Emitter
 from fxshard.layout import Fill
 from fxshard.ops import gradient_bucket
+from fxshard.passes.lower import lower
 from fxshard.rules import moments, norm, pool, registered
 
 if TYPE_CHECKING:
@@ -157,13 +157,11 @@ def _other_group_norm(patch: pytest.MonkeyPatch) -> None:
 
 
 def _other_inner_backend(patch: pytest.MonkeyPatch) -> None:
-    lower = backend.lower
-
     def other(*args: Any, **kwargs: Any) -> Callable[..., Any]:
         run = lower(*args, **kwargs)
         return lambda *inputs: [1.001 * x for x in run(*inputs)]
 
-    patch.setattr(backend, "lower", other)
+    patch.setattr("fxshard.backend.lower", other)
 
 
 def _bucket_of_own_terms(patch: pytest.MonkeyPatch) -> None:

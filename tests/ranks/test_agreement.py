@@ -26,6 +26,7 @@ from fxshard import agreement
 from fxshard.api import transform
 from fxshard.compare import Case, Difference, compare_models
 from fxshard.errors import FxShardError
+from fxshard.meeting import GRACE_S
 from fxshard.workers import mesh
 
 if TYPE_CHECKING:
@@ -300,7 +301,7 @@ def fail_in_a_collective(rank: int) -> Outcome:
     spatial = mesh((RANKS,))
     if rank == 0:
         return outcome(lambda: agreement.failures_of_others(spatial, "a collective failed: Timed out"))
-    time.sleep(agreement.GRACE_S + 1)
+    time.sleep(GRACE_S + 1)
     return outcome(lambda: agreement.agree_to_run(spatial, {agreement.WORK: "a compiled graph to run"}))
 
 

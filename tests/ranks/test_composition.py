@@ -116,13 +116,13 @@ def accumulated(setup: Setup) -> None:
 
 
 def scaled(setup: Setup) -> None:
-    """Train in float32 with a scaler; the second step overflows on every rank, and is left out."""
+    """Train with a scaler; the second step overflows on every rank, and is left out."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
     optimizer = setup.optimizer()
     for step in range(STEPS):
         optimizer.zero_grad()
         images, labels = setup.mine(step)
-        images = torch.where(torch.tensor(step == 1), torch.inf, 1.0) * images if step == 1 else images
+        images = images * torch.inf if step == 1 else images
         scaler.scale(setup.loss(images, labels)).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -157,13 +157,14 @@ def with_ddp(backend: str) -> Setup:
     return Setup(model, net, axes.get_local_rank("h") * 2, 2)
 
 
-def with_fsdp(backend: str, parts: tuple[str, ...] = ()) -> Setup:
+def with_fsdp(backend: str, parts: tuple[str, ...] = (), *, whole: bool = True) -> Setup:
     """Keep half of each parameter on the ranks of the first axis, and split the width over the second."""
     axes, model = mesh((2, 2)), build()
     net = transform(model, mesh=axes["w"], placements=[Shard(3)], inner_backend=backend)
     for part in parts:
         fully_shard(net.get_submodule(part), mesh=axes["h"])
-    fully_shard(net, mesh=axes["h"])
+    if whole:
+        fully_shard(net, mesh=axes["h"])
     assert isinstance(next(net.parameters()), DTensor)
     return Setup(net, net, axes.get_local_rank("h") * 2, 2)
 
@@ -173,24 +174,34 @@ SETUPS: dict[str, tuple[Callable[[str], Setup], int]] = {
     "ddp": (with_ddp, 4),
     "fsdp": (with_fsdp, 4),
     "fsdp of parts": (partial(with_fsdp, parts=("stem", "body")), 4),
+    "fsdp of all parts": (partial(with_fsdp, parts=("stem", "norm", "body", "head"), whole=False), 4),
 }
 
 
-def train_on_rank(rank: int, setup: str, recipe: str, backend: str) -> State:
+def trained(setup: Setup, recipe: str) -> tuple[State, Tensor]:
+    """Return the parameters after a training, and the gradient of all images in one more step, zero of others'."""
+    RECIPES[recipe](setup)
+    images, labels = setup.mine(STEPS, next(setup.model.parameters()).dtype)
+    images.requires_grad_()
+    setup.loss(images, labels).backward()
+    assert images.grad is not None
+    gradient = torch.zeros(BATCH, *images.shape[1:], dtype=images.dtype)
+    gradient[setup.first : setup.first + setup.count] = images.grad * setup.count / BATCH
+    return state(setup.model), gradient
+
+
+def train_on_rank(rank: int, setup: str, recipe: str, backend: str) -> tuple[State, Tensor]:
     torch.compiler.reset()
-    made = SETUPS[setup][0](backend)
-    RECIPES[recipe](made)
-    return state(made.model)
+    return trained(SETUPS[setup][0](backend), recipe)
 
 
 def at_night(*row: str) -> ParameterSet:
     return pytest.param(*row, marks=pytest.mark.nightly)
 
 
-def on_one_device(recipe: str) -> State:
+def on_one_device(recipe: str) -> tuple[State, Tensor]:
     model = build()
-    RECIPES[recipe](Setup(model, model))
-    return state(model)
+    return trained(Setup(model, model), recipe)
 
 
 @pytest.mark.parametrize(
@@ -201,6 +212,7 @@ def on_one_device(recipe: str) -> State:
         ("ddp", "clipped", "aot_eager"),
         ("fsdp", "clipped", "eager"),
         ("fsdp of parts", "accumulated", "eager"),
+        ("fsdp of all parts", "plain", "eager"),
         at_night("spatial", "clipped", "eager"),
         at_night("spatial", "accumulated", "aot_eager"),
         at_night("ddp", "plain", "eager"),
@@ -209,10 +221,14 @@ def on_one_device(recipe: str) -> State:
     ],
 )
 def test_a_training_is_that_of_one_device(pool: RankPool, setup: str, recipe: str, backend: str) -> None:
-    first, *others = pool.run(train_on_rank, setup, recipe, backend, ranks=SETUPS[setup][1])
-    for other in others:
-        torch.testing.assert_close(other, first, rtol=0, atol=0)
-    torch.testing.assert_close(first, on_one_device(recipe), rtol=1e-9, atol=1e-11)
+    found = pool.run(train_on_rank, setup, recipe, backend, ranks=SETUPS[setup][1])
+    weights, gradient = on_one_device(recipe)
+    for own, own_gradient in found:
+        torch.testing.assert_close(own, found[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(own, weights, rtol=1e-9, atol=1e-11)
+        mine = own_gradient.flatten(1).any(1)
+        assert mine.sum() == BATCH // (1 if setup == "spatial" else 2)
+        torch.testing.assert_close(own_gradient[mine], gradient[mine], rtol=1e-9, atol=1e-11)
 
 
 def go_on(setup: Setup, optimizer: torch.optim.Optimizer, steps: range) -> None:

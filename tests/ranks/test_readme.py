@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fxshard
 from fxshard.workers import mesh
+from tests.ranks.torchrun import said_by_each_rank
 
 if TYPE_CHECKING:
     from fxshard.workers import RankPool
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-PATIENCE_S = 240
 
 
 def program_with(text: str) -> str:
@@ -39,21 +36,7 @@ def program_with(text: str) -> str:
 def test_the_training_script_runs_on_two_cpu_ranks(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     (tmp_path / "train.py").write_text(program_with("import timm"))
-    paths = os.pathsep.join(p for p in sys.path if p)
-    environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    apart = ["--log-dir", "logs", "--redirects", "3"]  # in one pipe the ranks' lines mix
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run(
-        [*torchrun, *apart, "train.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    said = [log.read_text().split() for log in (tmp_path / "logs").rglob("stdout.log")]
+    said = [" ".join(lines).split() for lines in said_by_each_rank(Path("train.py"), 2, tmp_path)]
     assert sorted(words[0] for words in said) == ["0", "1"]
     first, second = (words[1::2] for words in said)
     assert len(first) == 3
