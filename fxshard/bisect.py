@@ -172,9 +172,10 @@ def _captured_otherwise(source: fx.GraphModule, planned: fx.GraphModule, own: Ra
     between = Between.CAPTURED
     pairs = [(a.name, b) for a, b in _counterparts(source, planned)]
     for name, node in pairs:
-        culprit = _compared(node, "value", own.values[name], whole.values[node.name], 0.0, between)
-        if culprit:
-            return culprit
+        if name in own.values and node.name in whole.values:
+            culprit = _compared(node, "value", own.values[name], whole.values[node.name], 0.0, between)
+            if culprit:
+                return culprit
     captured: Captured = planned.meta[KEY]
     output = next(n for n in planned.graph.nodes if n.op == "output")
     for position, node, value in zip(captured.updates, output.args[0], whole.outputs, strict=False):
@@ -224,7 +225,8 @@ def _split_otherwise(compiled: backend.Compiled, planned: fx.GraphModule, whole:
     pairs = []
     for node in planned.graph.nodes:
         name, plan = local.meta[VALUES].get(node.name), plan_of(node)
-        if node.op != "output" and is_tensor(node) and name in parts.values and plan is not None:
+        made = node.name in whole.values and name in parts.values
+        if node.op != "output" and is_tensor(node) and made and plan is not None:
             pairs.append((node, name, plan.outputs[0]))
     for node, name, layout in pairs:
         if node.op == "call_function" and not any(isinstance(p, Partial) for p in layout):

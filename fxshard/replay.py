@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxshard._torch import tag_activation_checkpoint
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -16,6 +18,16 @@ if TYPE_CHECKING:
     from fxshard.passes.capture import Captured
 
 SEED = 0
+aten = torch.ops.aten
+UNWRITTEN = (
+    aten.empty,
+    aten.empty_like,
+    aten.empty_permuted,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+)
+"""What returns memory as it is: there is no value to keep."""
 
 
 @dataclass
@@ -25,7 +37,7 @@ class Ran:
     Args:
         leaves: Its inputs, with their gradients, as the run left them.
         outputs: What it returned.
-        values: What each node made, when it made it.
+        values: What each node made, when it made it; not of memory that nothing was written to.
         gradients: Of each value; not of one that was written to since.
     """
 
@@ -50,8 +62,16 @@ class _Recorder(fx.Interpreter):
             if result.requires_grad and not result.is_leaf:
                 result.retain_grad()
             self.made[n.name] = result, result._version
-            self.ran.values[n.name] = result.detach().clone()
+            if getattr(n.target, "overloadpacket", None) not in UNWRITTEN:
+                self.ran.values[n.name] = result.detach().clone()
         return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the target; of an activation checkpoint, its region: autograd would refuse what the region writes to."""
+        if target is not tag_activation_checkpoint:
+            return super().call_function(target, args, kwargs)
+        region, *inputs = args
+        return fx.Interpreter(region).run(*inputs)
 
     def take_gradients(self) -> None:
         """Keep the gradients that the backward left."""

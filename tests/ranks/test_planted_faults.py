@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +14,15 @@ from fxshard.compare import compare_on_rank
 from fxshard.trace import Case
 from tests.ranks import faults
 from tests.ranks.faults import FAULTS
+from tests.ranks.test_checkpoints import blocks
+from tests.ranks.test_models import shallow_convnext
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from fxshard.trace import Inputs
     from fxshard.workers import RankPool
 
 CASE = Case(faults.build, (Shard(3),), (2,))
@@ -23,12 +31,21 @@ CASE = Case(faults.build, (Shard(3),), (2,))
 def plant_and_look(rank: int, name: str) -> tuple[bool, Culprit | None]:
     """Return whether the sharded model is exact, and what the bisection names (runs in a rank process)."""
     with pytest.MonkeyPatch.context() as patch:
-        FAULTS[name].plant(patch) if name else None
+        FAULTS[name].plant(patch)
         return compare_on_rank(rank, CASE).exact(), bisect_on_rank(rank, CASE)
 
 
-def test_without_a_fault_nothing_is_found(pool: RankPool) -> None:
-    assert pool.run(plant_and_look, "", ranks=2) == [(True, None)] * 2
+NETS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    "each layer": faults.build,
+    "drop path": shallow_convnext,
+    "checkpoints": partial(blocks, reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+def test_without_a_fault_nothing_is_found(pool: RankPool, name: str, backend: str) -> None:
+    assert pool.run(bisect_on_rank, Case(NETS[name], (Shard(3),), (2,), backend), ranks=2) == [None] * 2
 
 
 EACH_CHANGE = ("dropped gradient sum", "wrong border fill", "running variance biased", "another formula for a norm")
