@@ -5,20 +5,26 @@ Everything here was run on torch 2.11 and 2.14; nothing else in the package impo
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._dynamo import callback_handler
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.cache_size import exceeds_recompile_limit
+from torch._dynamo.eval_frame import innermost_backend
 from torch._dynamo.exc import (
     BackendCompilerFailed,
+    FailOnRecompileLimitHit,
     InternalTorchDynamoError,
     TorchRuntimeError,
     Unsupported,
     UserError,
 )
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
+from torch._dynamo.utils import graph_break_reasons, register_hook_for_recompile_user_context
 from torch._functorch.aot_autograd import aot_export_module
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, detect_fake_mode
@@ -37,6 +43,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
+    from traceback import FrameSummary
+    from types import CodeType, FrameType
 
 get_data: Callable[[torch.Tensor], torch.Tensor] = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]
 """The node target of ``x.data`` in a Dynamo graph."""
@@ -47,6 +55,9 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 __all__ = [
     "BackendCompilerFailed",  # what Dynamo wraps an error of a backend in
+    "CompiledFunction",
+    "End",
+    "FailOnRecompileLimitHit",  # Dynamo keeps no more graphs of a function that is captured whole
     "FakeTensor",  # shapes without storage
     "FakeTensorMode",
     "InternalTorchDynamoError",
@@ -60,13 +71,18 @@ __all__ = [
     "_get_default_timeout",
     "aot_export_module",  # the only capture that is functional, pre-dispatch and keeps no_grad regions
     "autograd_function_apply",  # what Dynamo makes of a torch.autograd.Function
+    "breaks_so_far",
     "cache_key_tagged",
+    "collectives_started",
+    "compilation_number",
     "dead_draws_kept",
     "default_group_timeout",
     "detect_fake_mode",  # Dynamo's mode has to be reused, two modes do not mix
     "get_data",
     "get_torch_obj_rule_map",  # Dynamo's rules for torch's functions, by identity: built before one is replaced
+    "graph_end",
     "group_exists",
+    "group_timeout",
     "is_composite",
     "is_fx_symbolic_tracing",  # a tracer runs a class's forward, past what an object has of its own
     "is_module_state",
@@ -77,9 +93,12 @@ __all__ = [
     "register_inductor_decomposition",
     "set_data",
     "set_grad_enabled",
+    "static_shapes",
     "tag_activation_checkpoint",  # what Dynamo makes of torch.utils.checkpoint
     "unfunctionalized",
     "unsynchronised_batch_norms",
+    "watch_backward",
+    "watch_functions",
     "whole_graphs",
 ]
 
@@ -113,10 +132,60 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 def default_group_timeout() -> timedelta | None:
     """Return how long a collective of the default group waits, which its user chose; None where it does not say."""
     group = torch.distributed.group.WORLD
-    device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
-    options = getattr(group._get_backend(device), "options", None) if group is not None else None
+    return None if group is None else group_timeout(group)
+
+
+def group_timeout(group: torch.distributed.ProcessGroup) -> timedelta | None:
+    """Return how long a collective of a process group waits; None where the group does not say."""
+    device = torch.device("cuda" if torch.distributed.get_backend(group) == "nccl" else "cpu")
+    options = getattr(group._get_backend(device), "options", None)
     found: timedelta | None = getattr(options, "_timeout", None)
     return found
+
+
+def collectives_started() -> int:
+    """Return how many collectives this process has started, in all groups whose backend counts them."""
+    return sum(_collectives_of(group) for group in list(_world.pg_map))
+
+
+def _collectives_of(group: torch.distributed.ProcessGroup) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:  # a backend that does not count
+        return 0
+
+
+def watch_backward(outputs: Sequence[Any], failed: Callable[[Exception], None]) -> bool:
+    """Let a backward that AOTAutograd compiled tell of what it raises, which no code around the forward sees.
+
+    Its ``autograd.Function`` calls ``_backward_impl`` of the class; one of the outputs leads to it.
+
+    Args:
+        outputs: What a compiled forward returned.
+        failed: Called with what the backward raises; what it raises itself comes in its place.
+
+    Returns:
+        Whether there is such a backward.
+    """
+    nodes = [o.grad_fn for o in outputs if isinstance(o, torch.Tensor) and o.grad_fn is not None]
+    nodes += [n for node in nodes for n, _ in node.next_functions if n is not None]  # an output may be a view of one
+    for function in (getattr(type(node), "_forward_cls", None) for node in nodes):
+        run = getattr(function, "_backward_impl", None)
+        if function is not None and run is not None:
+            function._backward_impl = staticmethod(_telling(run, failed))
+            return True
+    return False
+
+
+def _telling(run: Callable[..., Any], failed: Callable[[Exception], None]) -> Callable[..., Any]:
+    def told(*args: Any) -> Any:
+        try:
+            return run(*args)
+        except Exception as error:
+            failed(error)
+            raise
+
+    return told
 
 
 def group_exists(name: str) -> bool:
@@ -213,21 +282,152 @@ def dead_draws_kept() -> AbstractContextManager[None]:
 
 
 MOST_GRAPHS = 64
-"""How many graphs of one ``forward`` are kept: one for each model of the class, input size, mode and backend."""
+"""How many graphs of one function are kept: one for each input size, mode and set of frozen parameters."""
 
 
 def whole_graphs() -> AbstractContextManager[None]:
     """Return a context in which a model is captured whole, for each size that it meets.
 
     Dynamo otherwise cuts the graph of a model inside DistributedDataParallel at the buckets before a backend sees
-    it, and each piece would be gathered; it leaves recurrent layers out; and it gives up at the ninth graph of a
-    function, which two models of one class share.
+    it, and each piece would be gathered; and it leaves recurrent layers out.
+    """
+    return _patched(optimize_ddp=False, allow_rnn=True)
+
+
+def static_shapes() -> AbstractContextManager[None]:
+    """Return a context in which Dynamo captures each size and number as it is, as ``dynamic=False`` has it do.
+
+    It otherwise makes symbols of them at the second size.
+    """
+    return _patched(automatic_dynamic_shapes=False, assume_static_by_default=True)
+
+
+def _patched(**options: bool) -> AbstractContextManager[None]:
+    """Return a context in which Dynamo compiles a function anew for all that a plan depends on.
+
+    It otherwise gives up at the ninth graph of a function, which then runs as it is; and in 2.11 it does not look at
+    a parameter that is frozen or thawed in place, whose gradient has to be summed or not.
     """
     from torch._dynamo import config  # noqa: PLC0415  a submodule of its own
 
     limit = max(config.recompile_limit, MOST_GRAPHS)
-    patched: AbstractContextManager[None] = config.patch(optimize_ddp=False, recompile_limit=limit, allow_rnn=True)
+    patched: AbstractContextManager[None] = config.patch(
+        {"recompile_limit": limit, "skip_tensor_guards_with_matching_dict_tags": False, **options}
+    )
     return patched
+
+
+class End(NamedTuple):
+    """Where a graph ends, and why.
+
+    Args:
+        reason: Dynamo's words.
+        stack: The user's frames, the innermost last.
+        is_break: Whether the function goes on after it.
+    """
+
+    reason: str
+    stack: Sequence[FrameSummary]
+    is_break: bool
+
+
+def graph_end(gm: torch.fx.GraphModule) -> End | None:
+    """Return where a graph ends; None where Dynamo does not say.
+
+    Args:
+        gm: What Dynamo hands to a backend.
+    """
+    found = getattr(gm, "compile_subgraph_reason", None)
+    return None if found is None else End(found.reason, found.user_stack, found.graph_break)
+
+
+def breaks_so_far() -> list[End]:
+    """Return the breaks of this process, also those before which nothing was captured."""
+    return [End(found.reason, found.user_stack, is_break=True) for found in graph_break_reasons]
+
+
+def compilation_number(gm: torch.fx.GraphModule) -> int:
+    """Return which graph of its function this is, from 1; 0 where Dynamo does not say.
+
+    Args:
+        gm: What Dynamo hands to a backend.
+    """
+    found = getattr(gm.meta.get("dynamo_compile_id"), "frame_compile_id", None)
+    return 0 if found is None else int(found) + 1
+
+
+@dataclass(frozen=True)
+class CompiledFunction:
+    """A function that Dynamo is about to compile.
+
+    Args:
+        code: Of the function.
+        backend: What compiles it.
+        options: What the backend was given.
+        is_whole: Whether it has to be captured whole, with ``fullgraph=True``: else it is an error.
+        is_full: Returns whether Dynamo keeps no more graphs of it, under the limits of the moment.
+    """
+
+    code: CodeType
+    backend: object
+    options: dict[str, Any]
+    is_whole: bool
+    is_full: Callable[[], bool]
+
+
+COMPILER = ("torch._dynamo.convert_frame", "_compile")
+"""The function of Dynamo that compiles one function."""
+
+
+def watch_functions(
+    backend: Callable[..., Any], around: Callable[[CompiledFunction], AbstractContextManager[None]]
+) -> None:
+    """Enter a context around each compilation of a function for a backend, also where the backend is never called.
+
+    Dynamo leaves a function to Python without a word when it has enough graphs of it, or cannot resume in a loop.  It
+    calls a hook before it looks at its limits, and callbacks at the end, which ``torch.compiler.reset`` forgets.
+
+    Args:
+        backend: What ``torch.compile`` is given.
+        around: Returns the context.  What it raises on entry is what the function's caller gets; it is left with what
+            ended the compilation, and raises nothing else.
+    """
+    entered: list[AbstractContextManager[None]] = []
+
+    def begin() -> str:
+        end()  # of one that ended before its callbacks
+        if end not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(end)
+        function = _compiled_function()
+        if function is not None and function.backend is backend:
+            context = around(function)
+            context.__enter__()
+            entered.append(context)
+        return ""
+
+    def end(*_: object) -> None:
+        while entered:
+            entered.pop().__exit__(*sys.exc_info())
+
+    register_hook_for_recompile_user_context(begin)
+
+
+def _compiled_function() -> CompiledFunction | None:
+    """Return the function whose compilation calls this; no hook is told, so it is read from the compiler's frame."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) != COMPILER:
+        frame = frame.f_back
+    seen = {} if frame is None else frame.f_locals
+    if not {"code", "compiler_fn", "one_graph", "cache_size", "compile_id"} <= seen.keys():
+        return None
+    backend = innermost_backend(seen["compiler_fn"])  # torch.compile's wrapper of what it was given
+    return CompiledFunction(
+        code=seen["code"],
+        backend=getattr(backend, "compiler_fn", backend),
+        options=getattr(backend, "kwargs", {}).get("options", {}),
+        is_whole=bool(seen["one_graph"]),
+        is_full=lambda: bool(exceeds_recompile_limit(seen["cache_size"], seen["compile_id"])[0]),
+    )
 
 
 @contextmanager

@@ -37,6 +37,8 @@ NOT_CALLED = (
 )
 FAILED, WORK = "failed", "work"
 """Names of what ranks say: why one cannot go on, and what it is about to do."""
+_TOLD = "_fxshard_told"
+"""An attribute of errors that the other ranks know of."""
 WORDS_AT_A_TIME = 2**20
 MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 """SplitMix64's increment and first multiplier, as signed integers."""
@@ -172,21 +174,24 @@ def patience_s() -> float:
     return DEFAULT_PATIENCE_S if timeout is None else timeout.total_seconds()
 
 
-def announce_failure(mesh: DeviceMesh | None, message: str) -> None:
+def announce_failure(mesh: DeviceMesh | None, message: str, error: Exception) -> None:
     """Tell ranks that wait for this one, to compile or to run, that it failed before it came so far.
 
-    This takes the place of the comparison that they wait for: the next one is another.
+    This takes the place of the comparison that they wait for: the next one is another.  So an error is told once,
+    whoever sees it on its way.
 
     Args:
         mesh: The spatial mesh; None for all ranks of the default process group.
         message: What they report.
+        error: What happened.
     """
-    if not dist.is_initialized():
+    if not dist.is_initialized() or getattr(error, _TOLD, False):
         return
+    setattr(error, _TOLD, True)
     try:
         Meeting(mesh, {FAILED: message}).leave()
-    except RuntimeError as error:  # the store went with the rank that holds it; the caller raises what happened first
-        log.warning("the other ranks could not be told of %r: %s", message, error)
+    except RuntimeError as lost:  # the store went with the rank that holds it; the caller raises what happened first
+        log.warning("the other ranks could not be told of %r: %s", message, lost)
 
 
 def failures_of_others(mesh: DeviceMesh, message: str) -> str:

@@ -12,12 +12,13 @@ from torch.utils._pytree import tree_leaves
 
 from fxshard._torch import unsynchronised_batch_norms
 from fxshard.agreement import announce_failure
-from fxshard.backend import check_choices, compile_graph, split_dims_of
+from fxshard.backend import compile_graph
 from fxshard.batch_norms import batch_norms
 from fxshard.dynamo import capturing, counted, not_captured
 from fxshard.errors import PlanError
 from fxshard.local_io import Entrance
 from fxshard.mesh import default_mesh
+from fxshard.options import check_choices, placements_of, split_dims_of
 from fxshard.transformed_module import make_transformed, refuse_tracing, twin
 
 if TYPE_CHECKING:
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor.placement_types import Placement
 
-    from fxshard.backend import Rng
+    from fxshard.devices import Device
+    from fxshard.options import Placements, Rng
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -36,7 +37,7 @@ def transform(  # noqa: PLR0913  options, by keyword
     model: Model,
     *,
     mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements = None,
     inner_backend: str = "inductor",
     rng: Rng = "match",
     inputs: Literal["global", "local"] = "global",
@@ -44,6 +45,7 @@ def transform(  # noqa: PLR0913  options, by keyword
     bucket_cap_mb: float = 25.0,
     reduce_dtype: torch.dtype | None = None,
     check_every: int = 0,
+    device: str | Device | None = None,
 ) -> Model:
     """Return ``model`` with a forward that splits the image over the ranks of ``mesh``.
 
@@ -51,11 +53,28 @@ def transform(  # noqa: PLR0913  options, by keyword
     gradients, buffers and random draws.  It is a shallow copy: class, parameters, buffers, submodules and
     ``state_dict()`` keys are those of ``model``, which is not changed.
 
-    Copies by ``copy.deepcopy`` are transformed too, as ``torch.optim.swa_utils.AveragedModel`` makes them.  A
-    ``torch.compile`` of what is around the result ends its graph there; it cannot be pickled, exported or traced.
+    **What goes in and out.**  Every rank calls the result, always, in training and in evaluation, with the same whole
+    batch, and receives the whole output.  Parameters are whole on every rank, and after ``loss.backward()`` so are
+    their gradients, summed over the ranks of ``mesh``: an optimizer needs nothing else.  With ``inputs="local"`` a
+    rank passes its part, with ``outputs="local"`` it keeps its part.
 
-    With ``outputs="local"`` each rank's gradients are a term of a sum over the ranks, so its loss has to be its term
-    of the whole loss.  The mean over its own part is none, and gives wrong gradients without an error::
+    **When it compiles.**  Nothing happens before the first call.  That one captures the model, plans, and compiles
+    this rank's graph with ``inner_backend``; so does the first call with another input shape or dtype, with
+    gradients on or off, and in the other of train and eval mode.  ``fxshard.plan`` shows the plan without ranks.
+
+    **What is compared.**  Ranks that do not run the same would wait for one another for ever, so they compare what
+    they are about to do.  When a graph is compiled: options, input shapes, captured graph, sequence of collectives,
+    memory formats, torch version and, where the graph draws, the generator's state; at the first compilation also the
+    values of parameters, buffers and inputs.  At each call: the first four, by a few small requests to the process
+    group's store.  Values are compared again where ``check_every`` asks for it.
+
+    **What it costs.**  A message to each neighbour at each layer with a halo, forward and backward; a few
+    numbers of each batch norm; an all-reduce of the parameters' gradients, in buckets; and whatever the plan gathers.
+    With one rank the model runs as ``torch.compile`` with ``inner_backend`` runs it, with eager mode's draws.
+
+    **What can go wrong.**  What cannot be done is an error that says what to change.  One mistake nobody can see: with
+    ``outputs="local"`` each rank's gradients are a term of a sum over the ranks, so its loss has to be its term of the
+    whole loss.  The mean over its own part is none, and gives wrong gradients without an error::
 
         labels = DTensor.from_local(my_labels, mesh, [Shard(2)])                 # parts of one size
         labels = distribute_tensor(all_labels, mesh, [Shard(2)], src_data_rank=None)            # of any
@@ -64,12 +83,17 @@ def transform(  # noqa: PLR0913  options, by keyword
         F.cross_entropy(out.to_local(), my_labels, reduction="sum") / count      # right: of the whole batch
         F.cross_entropy(out.to_local(), my_labels)                               # wrong
 
+    Copies by ``copy.deepcopy`` are transformed too, as ``torch.optim.swa_utils.AveragedModel`` makes them.  A
+    ``torch.compile`` of what is around the result ends its graph there; it cannot be pickled, exported or traced.
+
     Args:
         model: Any module that ``torch.compile(fullgraph=True)`` can capture.
         mesh: The ranks that share an image, 1-D to 3-D; None for all ranks of the default process group
             (started from torchrun's environment when it is not up).
         placements: One ``torch.distributed.tensor`` placement for each mesh axis, for the image-like inputs:
-            ``[Shard(3)]`` splits the width of (N, C, H, W).  None splits the largest spatial dimensions.
+            ``[Shard(3)]`` splits the width of (N, C, H, W); dimensions are counted from the front, as inputs may differ
+            in how many they have.  None splits the largest spatial dimensions.  A dict names modules that run whole, by
+            patterns, with these under ``""``: ``{"": [Shard(3)], "head.*": Replicate()}``.
         inner_backend: The Dynamo backend that compiles the rewritten graph: "inductor", "aot_eager", "eager", ...
         rng: "match": random draws have the bits that the untouched model draws in eager mode; each is drawn whole and
             cut.  "counter": each rank makes the numbers of its part, hashed from a seed of the default generator and
@@ -80,25 +104,43 @@ def transform(  # noqa: PLR0913  options, by keyword
             Parts may have other shapes on every call, so every call tells them to the other ranks through the process
             group's store; a ``DTensor`` knows the whole's shape and avoids this.
         outputs: "global": whole tensors on every rank.  "local": outputs that the plan leaves split are ``DTensor``
-            on ``mesh``, cut as ``torch.chunk`` cuts; the others are whole.  For a loss of such an output see below.
+            on ``mesh``, cut as ``torch.chunk`` cuts; the others are whole.  For a loss of such an output see above.
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB, as in ``DistributedDataParallel``; 0 gives each
             parameter its own.
         reduce_dtype: What gradients are summed over the ranks in; None for each parameter's own type.
         check_every: After how many calls of a compiled graph the ranks compare, bit for bit, all parameters, buffers
             and generator states that it uses; 0 for never.  Each time reads all parameters once.
+        device: What the ranks are, such as ``"h200"``, or a :class:`fxshard.devices.Device`: what is cheaper there on
+            every rank whole, by its figures, is left whole, such as small late maps.  None splits whatever can be.
 
     Returns:
         A module of the same class.
 
     Raises:
-        PlanError: An option has an unknown word or type, or ``placements`` do not fit ``mesh``.
-        FxShardError: (when called) the model cannot be captured whole, the ranks disagree, or the request does
-            not fit the inputs; (when the result is pickled, exported or traced) that would lose the ranks.
+        PlanError: An option has an unknown word or type, ``placements`` do not fit ``mesh``, or this rank is not in it;
+            (when called) ``placements`` or parts do not fit the inputs.
+        CaptureError: (when called) The model cannot be captured whole; with the line.
+        RankMismatchError: (when called) The ranks disagree, or one of them failed, ended or did not come.
+        FxShardError: All of these; and (when the result is pickled or compiled) that would lose the ranks.
 
     Example:
+        On one rank; under ``torchrun`` the same lines run on all of them:
+
         >>> net = transform(torch.nn.Conv2d(3, 8, 7, padding=3), inner_backend="eager")
         >>> net(torch.randn(1, 3, 16, 64)).shape
         torch.Size([1, 8, 16, 64])
+
+        A training on ranks that split the width::
+
+            mesh = init_device_mesh("cuda", (8,))
+            torch.manual_seed(0)                                  # the same parameters on every rank
+            net = timm.create_model("convnext_base").cuda()
+            optimizer = torch.optim.AdamW(net.parameters())
+            net = fxshard.transform(net, mesh=mesh, placements=[Shard(3)])
+            for images, labels in loader:                         # the same batches on every rank
+                F.cross_entropy(net(images), labels).backward()
+                optimizer.step()
+                optimizer.zero_grad()
     """
     options = {
         "mesh": mesh,
@@ -110,6 +152,7 @@ def transform(  # noqa: PLR0913  options, by keyword
         "bucket_cap_mb": bucket_cap_mb,
         "reduce_dtype": reduce_dtype,
         "check_every": check_every,
+        "device": device,
     }
     net = twin(model)
     make_transformed(net, functools.partial(_runner, options))
@@ -123,7 +166,7 @@ def _runner(options: dict[str, Any], net: torch.nn.Module) -> Callable[[Callable
     announce = functools.partial(announce_failure, options["mesh"])
 
     def compile_one(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return counted(compile_graph(gm, example_inputs, options))
+        return counted(compile_graph(gm, example_inputs, options, model=type(net).__name__))
 
     def runner(traceable: Callable[..., Any]) -> Callable[..., Any]:
         compiled = torch.compile(traceable, backend=compile_one, fullgraph=True, dynamic=False)
@@ -162,9 +205,9 @@ def _entrance(options: dict[str, Any]) -> Entrance:
             "inputs='local' says that each rank passes its part: of which dimension? Give placements=[Shard(dim), ...]"
         )
         raise PlanError(msg)
-    asked = (
-        None if placements is None else split_dims_of(placements, mesh.ndim if mesh is not None else len(placements))
-    )
+    images, _ = placements_of(placements)
+    axes = mesh.ndim if mesh is not None else len(images) if isinstance(images, (list, tuple)) else 1
+    asked = None if images is None else split_dims_of(images, axes)
     dims = asked if local else None
     return Entrance(functools.cache(lambda: default_mesh() if mesh is None else mesh), dims, local)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fxshard
-from fxshard import demo_arguments, doctor_command, draw_command, plan_command, verify_command
+from fxshard import completion_command, demo_arguments, doctor_command, draw_command, plan_command, verify_command
 from fxshard.errors import FxShardError
 
 if TYPE_CHECKING:
@@ -51,6 +51,11 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _run_completion(arguments: argparse.Namespace) -> int:
+    print(completion_command.script(make_parser(), arguments.shell))
+    return 0
+
+
 COMMANDS = (
     Command(
         "demo",
@@ -81,6 +86,12 @@ COMMANDS = (
         "say whether this machine has what is needed, and whether two ranks on it agree with one device",
         doctor_command.add_arguments,
         doctor_command.run,
+    ),
+    Command(
+        "completion",
+        "print the script with which a shell completes this command line",
+        completion_command.add_arguments,
+        _run_completion,
     ),
 )
 

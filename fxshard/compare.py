@@ -182,7 +182,7 @@ def transformed(model: nn.Module, case: Case) -> nn.Module:
     return transform(
         model,
         mesh=mesh(case.mesh_shape),
-        placements=None if case.placements is None else list(case.placements),
+        placements=list(case.placements) if isinstance(case.placements, tuple) else case.placements,
         inner_backend=case.inner_backend,
         **case.options,
     )

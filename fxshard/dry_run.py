@@ -23,15 +23,19 @@ import torch
 from torch import fx
 
 from fxshard._torch import unsynchronised_batch_norms
-from fxshard.backend import check_choices, split_dims_of
-from fxshard.drawing import Drawing, bytes_text
+from fxshard.cost import NS
+from fxshard.cut_over import choices, planned, step_ns
+from fxshard.devices import Device, device_named
+from fxshard.drawing import Drawing
 from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError
 from fxshard.memory import Memory, predict_memory
+from fxshard.options import check_choices, placements_of, split_dims_of
 from fxshard.passes.config import Config
-from fxshard.passes.pipeline import localized, planned
+from fxshard.passes.pipeline import localized
 from fxshard.plan_files import WITH_MEMORY, WRITERS
+from fxshard.plan_text import HEAD, explained, place_of, size_or_dash, stage_row, table
 from fxshard.program import program
 from fxshard.report import NodeReport, PlanReport, describe, describe_local
 from fxshard.values import depends_on_data
@@ -39,10 +43,9 @@ from fxshard.values import depends_on_data
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch.distributed.tensor.placement_types import Placement
+    from fxshard.options import Placements, Rng
 
-    from fxshard.backend import Rng
-
+GIB = 2**30
 STAGES = ("global", "local")
 """The graphs of a plan."""
 MOST_STAGES = 24
@@ -59,20 +62,26 @@ class Plan:
         report: Each node's layout, reason and traffic.
         planned: The global graph.
         local: The graph of the rank.
-        config: What was asked for.
+        config: What was asked for, and decided.
+        device: What times are estimated for; None if none was named.
     """
 
     report: PlanReport
     planned: fx.GraphModule
     local: fx.GraphModule
     config: Config
+    device: Device | None = None
 
     def __str__(self) -> str:
         return self.summary()
 
     @cached_property
     def memory(self) -> Memory:
-        """What the rank keeps in a training step, and the peak; for a large model it takes some seconds."""
+        """What the rank keeps in a training step, and the peak; for a large model it takes some seconds.
+
+        Raises:
+            PlanError: A size in the model depends on data.
+        """
         return predict_memory(self.planned, self.local, self.config)
 
     @property
@@ -84,14 +93,14 @@ class Plan:
         """Return a page: one row for each stage of the model, totals, and why something is gathered."""
         ranks, mesh = math.prod(self.report.mesh_shape), " x ".join(map(str, self.report.mesh_shape))
         lines = [f"{ranks} ranks, mesh {mesh}; what rank {self.report.coords} holds and sends in a step", ""]
-        lines += _table([_HEAD, *(_row(name, nodes) for name, nodes in self.stages().items())])
+        lines += table([HEAD, *(stage_row(name, nodes) for name, nodes in self.stages().items())])
         lines += ["", "in all"]
         for way, part in (("forward", self.report.total.forward), ("backward", self.report.total.backward)):
             lines += [
-                f"  {way:<9} {kind:<13}{sent.messages:>6} messages {_size(sent.bytes):>11}"
+                f"  {way:<9} {kind:<13}{sent.messages:>6} messages {size_or_dash(sent.bytes):>11}"
                 for kind, sent in part.items()
             ]
-        lines += ["", *self._gathers()]
+        lines += ["", *self._gathers(), *self._time()]
         return "\n".join(lines)
 
     def _gathers(self) -> list[str]:
@@ -101,6 +110,31 @@ class Plan:
             "gathered, or not split",
             *(f"  {count:>4} x {reason}" for reason, count in self.report.reasons.items()),
         ]
+
+    def _time(self) -> list[str]:
+        if self.device is None:
+            return []
+        rank, alone = self.step_s
+        ranks = math.prod(self.report.mesh_shape)
+        times = f"{1e3 * rank:.2f} ms, {alone / rank:.2f} times as fast as one alone"
+        return [
+            "",
+            f"estimated step on {self.device.name}: {times} ({100 * alone / rank / ranks:.0f} % of {ranks} times)",
+            "an estimate from a table of devices, not a measurement",
+        ]
+
+    @property
+    def step_s(self) -> tuple[float, float]:
+        """How long a step takes the busiest rank, and one device alone: an estimate, in seconds.
+
+        Raises:
+            PlanError: The plan was made for no device.
+        """
+        if self.device is None:
+            msg = "times are estimated for a device: fxshard.plan(..., device='h200')"
+            raise PlanError(msg)
+        rank, alone = step_ns(self.planned, {n.name: n.sent for n in self.report.nodes}, self.device)
+        return rank / NS, alone / NS
 
     def stages(self) -> dict[str, tuple[NodeReport, ...]]:
         """Return the nodes by module path, cut to the depth at which a summary fits a page."""
@@ -129,7 +163,7 @@ class Plan:
             known = sorted({n.module for n in self.report.nodes if n.module})
             msg = f"the plan has no node and no module {name!r}; modules are {', '.join(known[:20])}, ..."
             raise PlanError(msg)
-        return "\n".join(line for node in nodes for line in _explained(node))
+        return "\n".join(line for node in nodes for line in explained(node))
 
     def diff(self, other: Plan) -> str:
         """Return what another plan of the same model does otherwise: totals, then each node.
@@ -142,14 +176,13 @@ class Plan:
         for kind in kinds:
             mine, theirs = self.report.total.of(kind), other.report.total.of(kind)
             if mine != theirs:
-                lines.append(
-                    f"{kind}: {_size(mine.bytes)} in {mine.messages} -> {_size(theirs.bytes)} in {theirs.messages}"
-                )
+                sizes = f"{size_or_dash(mine.bytes)} in {mine.messages} -> {size_or_dash(theirs.bytes)}"
+                lines.append(f"{kind}: {sizes} in {theirs.messages}")
         theirs_by_name = {n.name: n for n in other.report.nodes}
         for node in self.report.nodes:
             found = theirs_by_name.get(node.name)
-            if _place(node) != _place(found):
-                lines.append(f"{node.name}: {_place(node)} -> {_place(found)}")
+            if place_of(node) != place_of(found):
+                lines.append(f"{node.name}: {place_of(node)} -> {place_of(found)}")
         return "\n".join(lines) or "no difference"
 
     @cached_property
@@ -208,12 +241,21 @@ def plan(  # noqa: PLR0913  options, by keyword
     *,
     world_size: int | None = None,
     mesh_shape: Sequence[int] | None = None,
-    placements: Sequence[Placement] | None = None,
+    placements: Placements = None,
     training: bool = True,
     rng: Rng = "match",
     inner_backend: str = "inductor",
+    device: str | Device | None = None,
+    memory_limit_gib: float | None = None,
 ) -> Plan:
     """Return the plan of ``model`` on a mesh that need not exist.
+
+    The model is captured once and the passes of a real compilation run for one rank; nothing is executed, and no
+    process, GPU or group is needed.  What it counts is what real ranks send, to the byte::
+
+        with torch.device("meta"):  # no memory for weights and images
+            net, image = timm.create_model("convnext_xlarge"), torch.empty(7, 3, 512, 8192)
+        print(fxshard.plan(net, image, world_size=8, placements=[Shard(3)]))
 
     Args:
         model: As for :func:`fxshard.transform`, on any device; on ``meta`` nothing is allocated.
@@ -224,12 +266,17 @@ def plan(  # noqa: PLR0913  options, by keyword
         training: Whether gradients are taken; what a batch norm or a dropout does is the model's own mode.
         rng: As for :func:`fxshard.transform`.
         inner_backend: As for :func:`fxshard.transform`; it decides what is kept for the backward.
+        device: As for :func:`fxshard.transform`; the summary has estimated times then.  Without ``placements`` the
+            dimensions with the least time are split, and for a ``world_size`` the mesh has the best of some shapes.
+        memory_limit_gib: What a rank's peak may be, in GiB: the quickest plan that keeps to it is returned.
 
     Returns:
         The plan as a rank in the middle of the mesh sees it, who has neighbours on both sides.
 
     Raises:
-        FxShardError: The model cannot be captured whole, or the request does not fit the inputs.
+        PlanError: The mesh, the placements or an option do not fit, no input has what is to be split, or no plan keeps
+            to the limit: then with the smallest number of ranks that does.
+        CaptureError: The model does not run on these inputs, or cannot be captured whole; with the line.
 
     Example:
         >>> found = plan(torch.nn.Conv2d(3, 8, 7, padding=3), torch.empty(1, 3, 16, 64), world_size=2)
@@ -238,13 +285,47 @@ def plan(  # noqa: PLR0913  options, by keyword
     """
     shape = _mesh_shape(world_size, mesh_shape)
     check_choices({"rng": rng, "inner_backend": inner_backend})
-    dims = None if placements is None else split_dims_of(placements, len(shape))
+    images, modules = placements_of(placements)
+    dims = None if images is None else split_dims_of(images, len(shape))
     rank = Rank(tuple(n // 2 for n in shape), tuple(f"axis{a}" for a in range(len(shape))))
-    config = Config(mesh_shape=shape, dims=dims, rank=rank, rng=rng, inner_backend=inner_backend)
+    config = Config(mesh_shape=shape, dims=dims, rank=rank, rng=rng, inner_backend=inner_backend, whole_modules=modules)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    found = None if device is None else device_named(device)
+    meshes = mesh_shapes(world_size) if world_size is not None and found is not None and dims is None else ()
     with torch.set_grad_enabled(training):
-        graph, local = _graphs(model, given, config)
-    return Plan(describe(graph, local, config), graph, local, config)
+        tried = _plans(model, given, config, found, meshes)
+        return tried[0] if memory_limit_gib is None else _within(tried, memory_limit_gib)
+
+
+def mesh_shapes(ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a mesh that are worth trying: one axis, and two that are as near as can be to a square.
+
+    Example:
+        >>> mesh_shapes(8), mesh_shapes(7)
+        (((8,), (2, 4)), ((7,),))
+    """
+    least = max(d for d in range(1, math.isqrt(ranks) + 1) if ranks % d == 0)
+    return ((ranks,),) if least == 1 else ((ranks,), (least, ranks // least))
+
+
+def _within(tried: Sequence[Plan], limit_gib: float) -> Plan:
+    """Return the first plan that keeps to the limit.
+
+    Raises:
+        PlanError: None does.
+    """
+    for found in tried:
+        if found.memory.peak.bytes <= limit_gib * GIB:
+            return found
+    best = min(tried, key=lambda p: p.memory.peak.bytes)
+    ranks, memory = math.prod(best.config.mesh_shape), best.memory
+    fixed = memory.state_bytes + memory.gradient_bytes + memory.input_bytes
+    msg = f"{ranks} ranks need {memory.peak.bytes / GIB:.2f} GiB each, and the limit is {limit_gib:g} GiB: "
+    if fixed >= limit_gib * GIB:
+        whole = f"parameters, gradients and inputs are {fixed / GIB:.2f} GiB and whole on every rank"
+        raise PlanError(msg + f"{whole}; no number of ranks is enough: use FSDP beside it")
+    needed = math.ceil(ranks * (memory.peak.bytes - fixed) / (limit_gib * GIB - fixed))
+    raise PlanError(msg + f"about {needed} ranks are needed; also smaller are bfloat16 and activation checkpoints")
 
 
 def _mesh_shape(world_size: int | None, mesh_shape: Sequence[int] | None) -> tuple[int, ...]:
@@ -263,16 +344,22 @@ class _PlannedError(Exception):
     """Ends the call when the graphs are made: there is nothing to run."""
 
 
-def _graphs(model: torch.nn.Module, inputs: Sequence[Any], config: Config) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Capture the model and run the passes; the graph is not run."""
-    found: list[fx.GraphModule | FxShardError] = []
+def _plans(
+    model: torch.nn.Module,
+    inputs: Sequence[Any],
+    config: Config,
+    device: Device | None,
+    meshes: Sequence[tuple[int, ...]],
+) -> list[Plan]:
+    """Capture the model and run the passes; the graph is not run.  The plans that were tried, the quickest first."""
+    found: list[Plan] = []
+    failed: list[FxShardError] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., NoReturn]:
         try:
-            graph = planned(gm, example_inputs, config=config)
-            found.extend((graph, localized(graph, config=config)))
+            found.extend(_of_graph(gm, example_inputs, config, device, meshes))
         except FxShardError as error:
-            found.append(error)
+            failed.append(error)
 
         def end(*_: Any) -> NoReturn:
             raise _PlannedError
@@ -285,64 +372,28 @@ def _graphs(model: torch.nn.Module, inputs: Sequence[Any], config: Config) -> tu
             compiled(*inputs)
     except _PlannedError:
         pass
-    for outcome in found:
-        if isinstance(outcome, FxShardError):
-            raise outcome
+    if failed:
+        raise failed[0]
     if not found:
         raise not_captured(model)
-    graph, local = found
-    assert isinstance(graph, fx.GraphModule)
-    assert isinstance(local, fx.GraphModule)
-    return graph, local
+    return found
 
 
-_HEAD = ("stage", "last map", "layout", "halos", "halo bytes", "reduced", "gathers")
-
-
-def _row(name: str, nodes: Sequence[NodeReport]) -> tuple[str, ...]:
-    last, sent = nodes[-1], [n.sent for n in nodes]
-    halos = [s.of("halo") for s in sent]
-    reduced = sum(s.of("reduce", "gradient").bytes for s in sent)
-    gathered = sum(s.of("gather", "redistribute").bytes for s in sent)
-    return (
-        name or "(model)",
-        "x".join(map(str, last.shape or ())),
-        last.layout,
-        str(sum(h.messages for h in halos)),
-        _size(sum(h.bytes for h in halos)),
-        _size(reduced),
-        _size(gathered),
-    )
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    numbers = len(widths) - 4  # the last four columns
-    return [
-        "  ".join(c.rjust(w) if i >= numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
-
-
-def _size(count: int) -> str:
-    return bytes_text(count) if count else "-"
-
-
-def _place(node: NodeReport | None) -> str:
-    if node is None:
-        return "not there"
-    layout = node.layout if "(" in node.layout else "whole"
-    return f"{layout} ({node.reason})" if node.reason else layout
-
-
-def _explained(node: NodeReport) -> list[str]:
-    shape = "x".join(map(str, node.shape)) if node.shape is not None else ""
-    local = "x".join(map(str, node.local_shape)) if node.local_shape is not None else ""
-    lines = [f"{node.name}: {node.op} {shape} {node.layout}" + (f", here {local}" if local != shape else "")]
-    if node.source:
-        lines.append(f"    at {node.source}")
-    for way, part in (("forward", node.sent.forward), ("backward", node.sent.backward)):
-        lines += [f"    {way} {kind}: {t.messages} messages, {t.bytes:,} bytes" for kind, t in part.items()]
-    if node.reason:
-        lines.append(f"    {'not split' if node.op == 'placeholder' else 'gathered'}: {node.reason}")
-    return lines
+def _of_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    config: Config,
+    device: Device | None,
+    meshes: Sequence[tuple[int, ...]],
+) -> list[Plan]:
+    if device is None:
+        graph, _ = planned(gm, example_inputs, config=config, device=None)
+        made = [(graph, config)]
+    else:
+        tried = choices(gm, example_inputs, config=config, device=device, meshes=meshes)
+        made = [(choice.graph, choice.config) for choice in tried]
+    plans = []
+    for graph, decided in made:
+        local = localized(graph, config=decided)
+        plans.append(Plan(describe(graph, local, decided), graph, local, decided, device))
+    return plans

@@ -18,13 +18,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from types import MethodType
-from typing import TYPE_CHECKING, Any
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from fxshard._torch import (
     BackendCompilerFailed,
+    FailOnRecompileLimitHit,
     InternalTorchDynamoError,
     TorchRuntimeError,
     Unsupported,
@@ -34,6 +35,7 @@ from fxshard._torch import (
 )
 from fxshard.batch_norms import cumulative_averages
 from fxshard.errors import CaptureError, FxShardError
+from fxshard.functions import too_many_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,12 +61,18 @@ class Call:
 
 _SAID = re.compile(r"got \w+\((?P<text>.+)\)$", re.MULTILINE)
 """What an operator raised, in a message of Dynamo's."""
+Announce: TypeAlias = "Callable[[str, Exception], None]"
+"""Tells the other ranks, in words, of an error."""
 _CAPTURE = _Capture()
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
+def _to_nobody(message: str, error: Exception) -> None:
+    pass
+
+
 @contextmanager
-def capturing(net: torch.nn.Module, announce: Callable[[str], None] = lambda _: None) -> Iterator[Call]:
+def capturing(net: torch.nn.Module, announce: Announce = _to_nobody) -> Iterator[Call]:
     """Give a context in which a compiled module is captured whole, and its errors are fxshard's.
 
     Args:
@@ -129,12 +137,18 @@ def traceable_call(net: torch.nn.Module) -> Callable[..., Any]:
 
     torch 2.11 silently leaves a function of its own files, such as ``Sequential``'s, uncompiled.
     """
-    return MethodType(_call_impl, net)
+    return MethodType(_of_its_own(_call_impl), net)
 
 
 def traceable_forward(net: torch.nn.Module) -> Callable[..., Any]:
     """Return what calls the forward of ``net`` without its hooks, in a form that Dynamo traces."""
-    return MethodType(_forward, net)
+    return MethodType(_of_its_own(_forward), net)
+
+
+def _of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy with a code object of its own: Dynamo keeps its graphs, and counts them, by that."""
+    assert isinstance(function, FunctionType)
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def _call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +160,7 @@ def _forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @contextmanager
-def own_errors(net: torch.nn.Module, announce: Callable[[str], None] = lambda _: None) -> Iterator[None]:
+def own_errors(net: torch.nn.Module, announce: Announce = _to_nobody) -> Iterator[None]:
     """Turn what is raised while a compiled module is called into a :class:`FxShardError` where it is about capture.
 
     Args:
@@ -154,7 +168,8 @@ def own_errors(net: torch.nn.Module, announce: Callable[[str], None] = lambda _:
         announce: Is told what was raised outside of the backend, which has told the other ranks of its own errors.
 
     Raises:
-        CaptureError: Dynamo cannot capture the module whole, or an operator refuses the inputs' shapes or types.
+        CaptureError: Dynamo cannot capture the module whole or once more, or an operator refuses the inputs' shapes or
+            types.
         FxShardError: What the backend raised.
     """
     try:
@@ -164,18 +179,22 @@ def own_errors(net: torch.nn.Module, announce: Callable[[str], None] = lambda _:
     except BackendCompilerFailed as error:
         if isinstance(error.inner_exception, FxShardError):
             raise error.inner_exception from error
-        announce(str(error))
+        announce(str(error), error)
         raise
     except (Unsupported, UserError, InternalTorchDynamoError) as error:
         msg = f"{type(net).__name__} cannot be captured whole: {error}"
-        announce(msg)
+        announce(msg, error)
         raise CaptureError(msg) from error
+    except FailOnRecompileLimitHit as error:
+        failure = too_many_graphs(type(net).__name__)
+        announce(str(failure), failure)
+        raise failure from error
     except TorchRuntimeError as error:
         msg = f"{type(net).__name__} does not run on these inputs: {_reason(error)}{_users_line(error)}"
-        announce(msg)
+        announce(msg, error)
         raise CaptureError(msg) from error
     except Exception as error:
-        announce(f"{type(error).__name__}: {error}")
+        announce(f"{type(error).__name__}: {error}", error)
         raise
 
 

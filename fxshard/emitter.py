@@ -171,5 +171,5 @@ class Emitter:
         self.constants[name] = tensor.to(like_value.device)
         node = self.graph.get_attr(name)
         self.adopt(node)
-        node.meta["val"] = self.fake_mode.from_tensor(self.constants[name])
+        node.meta["val"] = self.fake_mode.from_tensor(self.constants[name], static_shapes=True)
         return node

@@ -1,7 +1,8 @@
 """What stands before every call of a compiled graph that has collectives: do all ranks run the same, and hold the same?
 
 What they run is compared at each call, in a few words.  What they hold is compared each ``check_every`` calls, bit
-for bit: ranks that a fault, or a kernel that adds in no fixed order, has moved apart train models that look alike.
+for bit: ranks that a fault, or a kernel that adds in no fixed order, has moved apart train models that look alike.  It
+is compared, too, where a parameter is a new one, of a layer that was replaced.
 """
 
 from __future__ import annotations
@@ -13,11 +14,17 @@ import torch
 import torch.distributed as dist
 
 from fxshard import agreement
+from fxshard._torch import watch_backward
 from fxshard.errors import RankMismatchError
+from fxshard.ops.lowering import on_failure
+from fxshard.provenance import all_nodes, is_communication
+from fxshard.watchdog import watchdog
+from fxshard.whereabouts import may_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from torch import fx
     from torch.distributed.device_mesh import DeviceMesh
 
 _GLOO = re.compile(r"gloo|Timed out waiting|Connection (closed|reset)|Application timeout", re.IGNORECASE)
@@ -32,17 +39,31 @@ class Guard:
         state: The names of the inputs that are parameters and buffers, by their numbers.
         check_every: Calls from one comparison of what the ranks hold to the next; 0 for none.
         draws: Whether the graph draws random numbers.
+        local: The rank's graph: who fails in one of its collectives is asked which it was.
     """
 
     def __init__(
-        self, mesh: DeviceMesh, words: dict[str, str], state: Mapping[int, str], *, check_every: int, draws: bool
+        self,
+        mesh: DeviceMesh,
+        words: dict[str, str],
+        state: Mapping[int, str],
+        *,
+        check_every: int,
+        draws: bool,
+        local: fx.GraphModule,
     ) -> None:
         self.mesh = mesh
-        self.words = {agreement.WORK: "a compiled graph to run", **words}
+        self.words = {agreement.WORK: "a compiled graph to run", "parameters and buffers": "as before", **words}
         self.state = state
         self.check_every = check_every
         self.draws = draws
         self.calls = 0
+        self._backward_is_watched = False
+        self._watchdog = watchdog(mesh)
+        for node in filter(is_communication, all_nodes(local)):
+            on_failure[str(node.args[-1])] = self.tell
+        self._local = may_run(local)
+        self.held: list[int] = []
 
     def check(self, inputs: tuple[Any, ...]) -> None:
         """Compare the ranks.
@@ -51,8 +72,10 @@ class Guard:
             RankMismatchError: A rank differs, failed, or did not come.
         """
         self.calls += 1
-        due = self.check_every and self.calls % self.check_every == 0
-        agreement.agree_to_run(self.mesh, {**self.words, **self._held(inputs)} if due else self.words)
+        replaced = self._replaced(inputs)
+        words = {**self.words, "parameters and buffers": "replaced"} if replaced else self.words
+        due = replaced or (self.check_every and self.calls % self.check_every == 0)
+        agreement.agree_to_run(self.mesh, {**words, **self._held(inputs)} if due else words)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks that this one failed while it ran: they may wait for it in a collective, or will.
@@ -60,13 +83,34 @@ class Guard:
         Raises:
             RankMismatchError: A collective failed, because another rank did; it says what that rank told.
         """
+        if isinstance(error, RankMismatchError):  # an operator told of it
+            return
         what = f"{type(error).__name__}: {error}"
         if not _of_communication(error):
-            agreement.announce_failure(self.mesh, f"it raised while it ran the model: {what}")
+            agreement.announce_failure(self.mesh, f"it raised while it ran the model: {what}", error)
             return
         told = agreement.failures_of_others(self.mesh, f"a collective failed: {what}")
-        msg = f"a collective of the model failed, as another rank ended, raised or was late ({told}): {error}"
+        seen = f"\n{self._watchdog.report}" if self._watchdog.report else ""
+        msg = f"a collective of the model failed, as another rank ended, raised or was late ({told}): {error}{seen}"
         raise RankMismatchError(msg) from error
+
+    def watch_backward(self, outputs: Sequence[Any]) -> None:
+        """Tell the other ranks of what the backward raises, too.
+
+        Args:
+            outputs: What the graph returned.
+        """
+        if not self._backward_is_watched:
+            self._backward_is_watched = watch_backward(outputs, self.tell)
+
+    def _replaced(self, inputs: tuple[Any, ...]) -> bool:
+        """Return whether a parameter is another one than at the last call, and was never compared."""
+        parameters = [x for number in self.state if isinstance(x := inputs[number], torch.nn.Parameter)]
+        held = list(map(id, parameters))
+        if held == self.held:
+            return False
+        self.held = held
+        return agreement.first_time(parameters) and self.calls > 1
 
     def _held(self, inputs: tuple[Any, ...]) -> dict[str, str]:
         """Return a hash of each parameter and buffer, and of the generators' states."""
@@ -93,9 +137,11 @@ def guarded(run: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
     def compared(*inputs: Any) -> Any:
         guard.check(inputs)
         try:
-            return run(*inputs)
+            outputs = run(*inputs)
         except Exception as error:
             guard.tell(error)
             raise
+        guard.watch_backward(outputs)
+        return outputs
 
     return compared

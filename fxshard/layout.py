@@ -195,7 +195,7 @@ class Layout:
         for axis, placement in enumerate(self.axes):
             if isinstance(placement, Shard):
                 held = placement.length(coords[axis])
-                local[placement.dim] = local[placement.dim] // placement.size * held
+                local[placement.dim] = local[placement.dim] // max(placement.size, 1) * held  # of nothing, nothing
         return tuple(local)
 
     def local_numel(self, shape: Sequence[int], coords: Sequence[int]) -> int:

@@ -1,14 +1,24 @@
-"""The default mesh: all ranks of the default process group, started from torchrun's environment if need be."""
+"""The spatial mesh: what it has to be, and the default one.
+
+The default mesh is all ranks of the default process group, started from torchrun's environment if need be.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fxshard._torch import default_group_timeout, group_exists
+from fxshard.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 AXIS = "spatial"
 _summing: list[str] = []
@@ -27,6 +37,48 @@ def default_mesh() -> DeviceMesh:
     if dist.get_backend() == "gloo":
         device = "cpu"
     return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=(AXIS,))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Check that a mesh says who this rank is, in the order in which its process groups number their ranks.
+
+    Raises:
+        PlanError: This rank is not in it, or twice, or the ranks along an axis do not ascend.
+    """
+    ranks = mesh.mesh.flatten().tolist()
+    if len(set(ranks)) != len(ranks):
+        msg = f"the mesh {mesh} has a rank more than once; give each rank one place"
+        raise PlanError(msg)
+    if mesh.get_coordinate() is None:
+        msg = f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}; transform the model on those ranks only"
+        raise PlanError(msg)
+    if not _ascends(ranks, tuple(mesh.mesh.shape)):
+        msg = (
+            f"the ranks {mesh.mesh.tolist()} of the mesh do not ascend along each axis, as those of process groups do: "
+            f"a rank would take another's part; use {sorted(ranks)} in the shape {tuple(mesh.mesh.shape)}"
+        )
+        raise PlanError(msg)
+
+
+def _ascends(ranks: Sequence[int], shape: tuple[int, ...]) -> bool:
+    """Return whether ranks, in the order of a mesh of this shape, ascend along each of its axes."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return all(
+        ranks[place] < ranks[place + stride]
+        for stride, size in zip(strides, shape, strict=True)
+        for place in range(len(ranks))
+        if place // stride % size < size - 1
+    )
+
+
+def news_level(mesh: DeviceMesh | None) -> int:
+    """Return the level of news for the log: a warning on the first rank of a mesh, which speaks for all.
+
+    Args:
+        mesh: The spatial mesh; None for all ranks of the default process group.
+    """
+    coords = (dist.get_rank() if dist.is_initialized() else 0,) if mesh is None else mesh.get_coordinate()
+    return logging.INFO if any(coords or ()) else logging.WARNING
 
 
 def start_process_group(device: str) -> None:

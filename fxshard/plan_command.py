@@ -12,7 +12,7 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fxshard.errors import PlanError
 
@@ -72,6 +72,8 @@ def add_what_is_planned(parser: argparse.ArgumentParser) -> None:
     add_what_is_split(parser)
     parser.add_argument("--eval", action="store_true", help="inference: evaluation mode, no gradients")
     parser.add_argument("--inner-backend", default="inductor", help="the backend whose memory it is")
+    parser.add_argument("--device", help="estimate times for it, choose the split, keep whole what is cheaper so: h200")
+    parser.add_argument("--memory-limit-gib", type=float, help="what a rank may need at its peak")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,16 +99,26 @@ def planned(args: argparse.Namespace) -> Plan:
     from fxshard.dry_run import plan
     from fxshard.models import find_model
 
-    shape, mesh = args.input, args.mesh or (args.world_size,)
+    shape = args.input
     placements = None if args.split is None else [Shard(d) for d in split_dims(args.split, len(shape))]
     find_model(args.model)
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error says it, too
     model = _build(args.model, args.command).train(not args.eval)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    image = torch.empty(shape, device=device)
+    image = torch.empty(shape, device=next((p.device for p in model.parameters()), torch.device("cpu")))
     return plan(
-        model, image, mesh_shape=mesh, placements=placements, training=not args.eval, inner_backend=args.inner_backend
+        model,
+        image,
+        placements=placements,
+        training=not args.eval,
+        inner_backend=args.inner_backend,
+        device=args.device,
+        memory_limit_gib=args.memory_limit_gib,
+        **_ranks(args),
     )
+
+
+def _ranks(args: argparse.Namespace) -> dict[str, Any]:
+    return {"world_size": args.world_size} if args.mesh is None else {"mesh_shape": args.mesh}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
 
 from fxshard.ops.lowering import LOWERINGS
 from fxshard.values import ORIGIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import fx
+    from collections.abc import Iterator, Sequence
+    from traceback import FrameSummary
 
 _ROOT = re.compile(r"^L\['\w+'\](\.forward)?(\.__self__)?\.?")
 """How Dynamo names the module that is called."""
@@ -29,6 +32,8 @@ _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<func
 
 _PACKAGE = f"{Path(__file__).parent}/"
 """Where the frames are that lie between Dynamo and the model."""
+_TORCH = f"{Path(torch.__file__).parent}/"
+_PYTHON = f"{sysconfig.get_path('stdlib')}/"
 
 
 def source_line(node: fx.Node) -> str:
@@ -42,6 +47,25 @@ def source_line(node: fx.Node) -> str:
         return ""
     frame = frames[-1]
     return f"{_relative(frame['file'])}:{frame['line']} {frame['code']}"
+
+
+def frame_line(frame: FrameSummary) -> str:
+    """Return a frame as ``file:line code``; the file is relative to where Python found it."""
+    return f"{_relative(frame.filename)}:{frame.lineno} {frame.line or ''}".rstrip()
+
+
+def users_frame(stack: Sequence[FrameSummary]) -> FrameSummary | None:
+    """Return the innermost frame that is neither torch's, nor Python's, nor fxshard's; None where all are.
+
+    Args:
+        stack: The innermost frame last.
+    """
+    users = [frame for frame in stack if not frame.filename.startswith((_PACKAGE, _TORCH)) and not _is_python(frame)]
+    return users[-1] if users else None
+
+
+def _is_python(frame: FrameSummary) -> bool:
+    return frame.filename.startswith(_PYTHON) and "site-packages" not in frame.filename
 
 
 def module_path(node: fx.Node) -> str:
@@ -80,6 +104,11 @@ def _location(node: fx.Node) -> tuple[Any, ...]:
 def is_communication(node: fx.Node) -> bool:
     """Return whether ``node`` calls a communication operator."""
     return node.target in LOWERINGS
+
+
+def all_nodes(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the nodes of a graph and of the graphs nested in it."""
+    return (n for m in graph.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
 
 
 def _relative(file: str) -> str:

@@ -45,7 +45,7 @@ class Case:
         build: Top-level function that returns the model and its inputs, a tuple of positional or a dict of keyword
             arguments.  It is called with the seed set and builds in the default dtype; floating tensors are then
             converted, so that every ``dtype`` has the same weights.
-        placements: DTensor placements, one per mesh axis; None lets the planner decide.
+        placements: As :func:`fxshard.transform` takes them.
         mesh_shape: Ranks per mesh axis.
         inner_backend: The Dynamo backend that runs the local graph.
         options: Further keyword arguments of ``fxshard.transform``.
@@ -61,7 +61,7 @@ class Case:
     """
 
     build: Callable[[], tuple[nn.Module, Inputs]]
-    placements: tuple[Placement, ...] | None = (Shard(3),)
+    placements: tuple[Placement, ...] | Mapping[str, Any] | None = (Shard(3),)
     mesh_shape: tuple[int, ...] = (2,)
     inner_backend: str = "eager"
     options: Mapping[str, Any] = field(default_factory=dict)

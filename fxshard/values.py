@@ -70,6 +70,18 @@ def tensor_value(node: Node) -> torch.Tensor:
     return value
 
 
+def described(value: object) -> str:
+    """Return the type and the shape of a tensor as they are read, or another value as it is.
+
+    Example:
+        >>> described(torch.ones(2, 3)), described(True)
+        ('float32[2, 3]', 'True')
+    """
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
 def is_tensor(node: Node) -> bool:
     """Return whether ``node`` stands for one tensor."""
     return isinstance(node.meta.get("val"), torch.Tensor)

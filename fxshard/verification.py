@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from fxshard.backend import check_choices
 from fxshard.bisect import Culprit, bisect_on_rank, first_of
 from fxshard.compare import KINDS, Difference, difference, transformed, within_float32
+from fxshard.options import check_choices
 from fxshard.trace import Case, build_model, run_steps
 from fxshard.workers import RankPool
 
@@ -113,6 +113,11 @@ def verify(  # noqa: PLR0913  options
 ) -> Verification:
     """Train ``model`` for a few steps sharded over real ranks and untouched, and compare.
 
+    Rank processes are started on this machine, so a script that calls it needs ``if __name__ == "__main__":`` around
+    what it does.  Every rank compares outputs, gradients of inputs and parameters, buffers and generator states after
+    each step: in float64 each tensor within 1e-9 of its largest element, in float32 no further from the float64 model
+    than twice the untouched float32 model is.
+
     Args:
         model: A module that can be pickled, in the mode (train or eval) that is to be verified; or a top-level
             function that returns a module and its inputs.
@@ -131,7 +136,8 @@ def verify(  # noqa: PLR0913  options
         What every rank found.
 
     Raises:
-        FxShardError: A rank failed, or the arguments do not fit.
+        PlanError: An option is not known.
+        FxShardError: The mesh does not fit, or a rank failed; with what each of them raised.
 
     Example:
         >>> found = verify(torch.nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 16), world_size=2)  # doctest: +SKIP

@@ -17,6 +17,7 @@ outputs are buffer updates, which inputs need gradients and which are the model'
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ from fxshard.passes.hidden_writes import HiddenWrites, remove_copies
 from fxshard.passes.spelled_out import METHODS, SPELLED_OUT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 KEY = "fxshard_capture"
 SOURCE = "_dynamo_source"
@@ -172,6 +173,20 @@ def _tidy(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
+@contextmanager
+def _of_no_library() -> Iterator[None]:
+    """Let operators be captured as on every device: on a GPU, a batch norm is an operator of cuDNN's otherwise.
+
+    What runs is the inner backend's choice, or the operator's own: a convolution stays one of cuDNN's.
+    """
+    enabled = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = enabled
+
+
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """Return the functional ATen graph of a Dynamo graph, with global shapes.
 
@@ -190,7 +205,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     fakes = [_fake(value, mode) for value in example_inputs]
     writes = HiddenWrites(gm)
     try:
-        with preserve_node_meta(), mode, dead_draws_kept():
+        with preserve_node_meta(), mode, dead_draws_kept(), _of_no_library():
             captured, signature = aot_export_module(_Inlined(gm, writes), fakes, trace_joint=False, pre_dispatch=True)
     except CaptureError:
         raise

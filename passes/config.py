@@ -29,6 +29,8 @@ class Config:
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB.
         reduce_dtype: What gradients are summed in; None for each parameter's own type.
         check_every: Calls from one comparison of what the ranks hold to the next; 0 for none.
+        whole: The nodes that every rank runs whole although they could be split, by name, and why.
+        whole_modules: Patterns of paths of modules that run so.
     """
 
     mesh_shape: tuple[int, ...]
@@ -42,3 +44,5 @@ class Config:
     bucket_cap_mb: float = 25.0
     reduce_dtype: torch.dtype | None = None
     check_every: int = 0
+    whole: tuple[tuple[str, str], ...] = ()
+    whole_modules: tuple[str, ...] = ()

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import fxshard.ops  # noqa: F401  defines torch.ops.fxshard
 from fxshard._torch import set_grad_enabled
+from fxshard.provenance import all_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -167,8 +168,7 @@ def remove_copies(gm: fx.GraphModule) -> None:
 
 
 def _enables_gradients(gm: fx.GraphModule) -> bool:
-    nodes = (node for m in gm.modules() if isinstance(m, fx.GraphModule) for node in m.graph.nodes)
-    return any(node.target is set_grad_enabled and node.args[0] for node in nodes)
+    return any(node.target is set_grad_enabled and node.args[0] for node in all_nodes(gm))
 
 
 def _recording() -> AbstractContextManager[Any]:

@@ -16,7 +16,9 @@ import torch
 
 from fxshard._torch import cache_key_tagged, dead_draws_kept, lookup_backend, register_inductor_decomposition
 from fxshard.errors import PlanError
+from fxshard.meeting import digest
 from fxshard.ops.lowering import LOWERINGS, lowering_hash
+from fxshard.provenance import all_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +42,24 @@ def without_autocast() -> ExitStack:
         if torch.is_autocast_enabled(device):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
+
+
+def cache_tag(local: fx.GraphModule) -> str:
+    """Return what has to be in the key of compiled code's caches beside the graph's own operators.
+
+    Those are what the communication operators are made of, and which nodes are recomputed in the backward: torch's
+    caches see neither, and would run one model's code for another's that keeps less.
+
+    Args:
+        local: One rank's local graph.
+    """
+    regions: dict[object, int] = {}
+    recomputed = [
+        (node.name, regions.setdefault(node.meta.get("ac_graph_id"), len(regions)))
+        for node in all_nodes(local)
+        if "recompute" in node.meta
+    ]
+    return f"fxshard-{lowering_hash()}-{digest(recomputed)}"
 
 
 def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> Callable[..., Any]:
@@ -66,7 +86,7 @@ def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Confi
     if config.inner_backend == "inductor":
         register_decompositions()
     ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-    with without_autocast(), cache_key_tagged(f"fxshard-{lowering_hash()}"), dead_draws_kept():
+    with without_autocast(), cache_key_tagged(cache_tag(local)), dead_draws_kept():
         compiled = backend(local, list(example_inputs))
     if not ambient:
         return compiled

@@ -48,15 +48,19 @@ def run_pass(function: Callable[..., fx.GraphModule], gm: fx.GraphModule, **opti
 
 def planned(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> fx.GraphModule:
     """Return the captured graph with a layout on every node."""
+    decided = run_pass(plan, captured(gm, example_inputs, config=config), config=config)
+    return run_pass(push_splits, decided, config=config)
+
+
+def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> fx.GraphModule:
+    """Return the functional global graph that is planned."""
     explicit = run_pass(apply_autocast, gm, example_inputs=example_inputs)
     with without_autocast():
-        captured = capture(explicit, example_inputs)
-    captured = run_pass(expand_random, captured)
+        functional = capture(explicit, example_inputs)
+    functional = run_pass(expand_random, functional)
     if config.rng == "counter":
-        captured = run_pass(count_random, captured)
-    captured = run_pass(replace_random, captured)
-    decided = run_pass(plan, captured, config=config)
-    return run_pass(push_splits, decided, config=config)
+        functional = run_pass(count_random, functional)
+    return run_pass(replace_random, functional)
 
 
 def localized(planned_graph: fx.GraphModule, *, config: Config) -> fx.GraphModule:

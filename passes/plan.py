@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +24,14 @@ from fxshard.errors import PlanError
 from fxshard.layout import Layout, Partial, Placement, Replicate, Shard, even_bounds, replicated
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.splice import splice
+from fxshard.provenance import module_path
 from fxshard.rules import Expand, Gather, OpCall, Row, find_rule
 from fxshard.rules.strided import refuse_nested_readers
 from fxshard.values import (
     LEAST_DIMENSIONS,
     NodePlan,
     depends_on_data,
+    described,
     image_positions,
     is_tensor,
     plan_of,
@@ -44,6 +47,7 @@ MOST_IMBALANCE = 1 / 16
 """How much longer than the mean the longest shard may be for the sake of aligned bounds."""
 
 
+MOST_NAMED = 20
 LEAST_COLUMNS = 2
 """How many columns for each rank a gathered map needs to be split again."""
 
@@ -59,8 +63,9 @@ def plan(gm: fx.GraphModule, *, config: Config) -> fx.GraphModule:
         ``gm``.
 
     Raises:
-        PlanError: No input has the dimension that is to be split.
+        PlanError: No input has the dimension that is to be split, or no module the path that is to run whole.
     """
+    _check_modules(gm, config)
     planner = _Planner(gm, config)
     node = next(iter(gm.graph.nodes))
     while node.op != "root":
@@ -92,7 +97,7 @@ def _user_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n, state in zip(placeholders, captured.is_state, strict=True) if not state and is_tensor(n)]
 
 
-def _image_inputs(gm: fx.GraphModule) -> list[fx.Node]:
+def image_inputs(gm: fx.GraphModule) -> list[fx.Node]:
     """Return the image-like inputs that are not the model's state."""
     inputs = _user_inputs(gm)
     return [inputs[i] for i in image_positions([tensor_value(n) for n in inputs])]
@@ -104,7 +109,7 @@ def split_dims(gm: fx.GraphModule, config: Config) -> tuple[int, ...]:
     Raises:
         PlanError: A dimension is asked for that no image-like input has.
     """
-    images = _image_inputs(gm)
+    images = image_inputs(gm)
     if config.dims is not None:
         _check_dims(gm, config)
         return config.dims
@@ -119,11 +124,11 @@ def _check_dims(gm: fx.GraphModule, config: Config) -> None:
     Raises:
         PlanError: They do not, or there is no such input.
     """
-    images, most = _image_inputs(gm), max(config.dims or (), default=-1)
+    images, most = image_inputs(gm), max(config.dims or (), default=-1)
     if most < 0 or config.parts or (config.piece and not images):
         return
     if not images:
-        found = ", ".join(_described(tensor_value(n)) for n in _user_inputs(gm)) or "none"
+        found = ", ".join(described(tensor_value(n)) for n in _user_inputs(gm)) or "none"
         msg = (
             f"placements split dim {most}, but no input is an image (floating or bytes, {LEAST_DIMENSIONS} or more "
             f"dimensions); inputs: {found}. Pass the image as such an input, or give placements=None to run without a "
@@ -137,6 +142,26 @@ def _check_dims(gm: fx.GraphModule, config: Config) -> None:
         raise PlanError(msg)
 
 
+def _check_modules(gm: fx.GraphModule, config: Config) -> None:
+    """Check that each pattern of modules that run whole is some module's.
+
+    Raises:
+        PlanError: One is not.
+    """
+    paths = dict.fromkeys(module_path(n) for n in gm.graph.nodes)
+    for pattern in config.whole_modules:
+        if not config.piece and not any(_is_within(path, pattern) for path in paths):
+            known = ", ".join(path for path in list(paths)[:MOST_NAMED] if path)
+            msg = f"placements[{pattern!r}] is the path of no module that computes something; there are {known}, ..."
+            raise PlanError(msg)
+
+
+def _is_within(path: str, pattern: str) -> bool:
+    """Return whether a module, or one that it is in, has a path of this pattern."""
+    parts = path.split(".")
+    return any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1))
+
+
 def why_not_split(gm: fx.GraphModule, config: Config) -> dict[fx.Node, str]:
     """Return for each input that could be expected to be split, and is not, why: what nobody splits runs on every rank.
 
@@ -144,7 +169,7 @@ def why_not_split(gm: fx.GraphModule, config: Config) -> dict[fx.Node, str]:
         gm: A captured graph.
         config: The mesh and what is asked.
     """
-    images, axes = _image_inputs(gm), zip(split_dims(gm, config), config.mesh_shape, strict=True)
+    images, axes = image_inputs(gm), zip(split_dims(gm, config), config.mesh_shape, strict=True)
     if config.parts:
         return {}
     if not images and (config.dims is None or config.piece):
@@ -160,10 +185,6 @@ def why_not_split(gm: fx.GraphModule, config: Config) -> dict[fx.Node, str]:
     return dict.fromkeys(images, "; ".join(reasons))
 
 
-def _described(value: torch.Tensor) -> str:
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
 class _Planner:
     """Visits the nodes in program order."""
 
@@ -172,10 +193,11 @@ class _Planner:
         self.config = config
         self.dims = split_dims(gm, config)
         self.not_split = why_not_split(gm, config)
-        self.images = set(_image_inputs(gm))
+        self.images = set(image_inputs(gm))
         self.image_dims = max((tensor_value(n).ndim for n in self.images), default=0)
         self.bounds: dict[tuple[int, int], tuple[int, ...]] = {}
         self.whole = replicated(len(config.mesh_shape))
+        self.kept_whole = dict(config.whole)
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.given = {inputs[number]: layout for number, layout in config.parts}
         for layout in self.given.values():
@@ -224,6 +246,9 @@ class _Planner:
 
     def _visit_operator(self, node: fx.Node) -> fx.Node:
         call = OpCall(node)
+        why = self._why_whole(node)
+        if why:
+            return self._keep_whole(call, why)
         layouts = [_settled(_outputs(n)[0]) for n in call.inputs]
         rows, reasons = [], []
         for axis in range(len(self.whole.axes)):
@@ -243,6 +268,21 @@ class _Planner:
         set_plan(node, NodePlan(inputs, outputs, "; ".join(dict.fromkeys(reasons))))
         self._remember(call, outputs)
         return node.next
+
+    def _why_whole(self, node: fx.Node) -> str:
+        """Return why a node that could be split is not, as asked; nothing where it may be."""
+        path = module_path(node)
+        pattern = next((p for p in self.config.whole_modules if _is_within(path, p)), None)
+        return f"asked for: {pattern!r} runs whole" if pattern else self.kept_whole.get(node.name, "")
+
+    def _keep_whole(self, call: OpCall, why: str) -> fx.Node:
+        row, axes = _whole_row(call), len(self.whole.axes)
+        split = any(not _outputs(n)[0].is_replicated for n in call.inputs)
+        layouts = [Layout((placement,) * axes) for placement in (*row.inputs, *row.outputs)]
+        inputs, outputs = tuple(layouts[: len(row.inputs)]), tuple(layouts[len(row.inputs) :])
+        set_plan(call.node, NodePlan(inputs, outputs, why if split else ""))
+        self._remember(call, outputs)
+        return call.node.next
 
     def _remember(self, call: OpCall, outputs: tuple[Layout, ...]) -> None:
         """Keep the bounds of each map size, and which values come from an image."""

@@ -1,6 +1,10 @@
 """Compares the memory that a plan predicts with what GPUs need, on one GPU and split over several.
 
     torchrun --nproc-per-node 2 tools/bench_memory.py --json benchmarks/memory_h200x2.json
+    python tools/bench_memory.py --alone 2 --json benchmarks/memory_alone_h200.json
+
+The second form needs one GPU: it runs the graph of one rank of so many on a process group that communicates nothing,
+and keeps what that rank keeps, without NCCL's own buffers.
 
 Each row is one training step after warm-up: ``torch.cuda.max_memory_allocated`` of rank 0 and ``Plan.memory.peak``, in
 GiB.  A library that is not installed leaves its models out.
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import itertools
 import json
 import sys
 import time
@@ -22,11 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
+from fxshard import agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,12 +77,44 @@ def _checkpointed() -> nn.Module:
     return made
 
 
-UNET = partial(_from, "monai.networks.nets", "UNet", 3, 1, 2, (32, 64, 128, 256), (2, 2, 2), num_res_units=2)
+class UNet3D(nn.Module):
+    """Three levels, batch norms, transposed convolutions on the way up (Cicek et al., 2016)."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        sizes = (width, 2 * width, 4 * width)
+        self.down = nn.ModuleList(_block(i, o) for i, o in zip((1, *sizes), sizes, strict=False))
+        self.up = nn.ModuleList(nn.ConvTranspose3d(o, i, 2, 2) for i, o in itertools.pairwise(sizes))
+        self.join = nn.ModuleList(_block(2 * i, i) for i in sizes[:-1])
+        self.head = nn.Conv3d(width, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits (N, 2, D, H, W)."""
+        kept = []
+        for level, block in enumerate(self.down):
+            x = block(F.max_pool3d(x, 2) if level else x)
+            kept.append(x)
+        for level in reversed(range(len(self.up))):
+            x = self.join[level](torch.cat([kept[level], self.up[level](x)], 1))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def _block(inputs: int, outputs: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for i in (inputs, outputs):
+        layers += [nn.Conv3d(i, outputs, 3, padding=1), nn.BatchNorm3d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
 RESNET = partial(_from, "torchvision.models", "resnet50")
+LARGE = partial(_from, "timm", "create_model", "convnext_xlarge", drop_path_rate=0.4)
 ROWS = (
+    Row("convnext_xlarge", LARGE, (7, 3, 512, 1024)),
+    Row("convnext_xlarge", LARGE, (7, 3, 512, 1024), "bf16"),
     Row("resnet50", RESNET, (4, 3, 1088, 1920)),
     Row("resnet50", RESNET, (4, 3, 1088, 1920), "bf16"),
-    Row("monai UNet 3-D", UNET, (1, 1, 128, 128, 256)),
+    Row("U-Net 3-D", UNet3D, (1, 1, 128, 128, 256)),
     Row("convnext_small", SMALL, (4, 3, 512, 2048)),
     Row("convnext_small checkpointed", _checkpointed, (4, 3, 512, 2048)),
 )
@@ -133,11 +173,24 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "shape": row.shape,
                 "dtype": row.dtype,
                 "inner_backend": args.backend,
-                "gpus": ranks,
+                "ranks": ranks,
+                "communicates": ranks > 1 and not args.alone,
                 "measured_gib": round(found, 3),
                 "predicted_gib": round(expected, 3),
                 "error": round(expected / found - 1, 4),
             }
+
+
+def start(alone: int | None) -> None:
+    """Start the process group: torchrun's, or one that communicates nothing, as the rank that a plan is for."""
+    if alone:
+        dist.init_process_group("fake", store=FakeStore(), rank=alone // 2, world_size=alone)
+        agreement.agree = lambda *_: None  # there is nobody to agree with
+        agreement.agree_to_run = lambda *_: None
+        torch.cuda.set_device(0)
+    else:
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+        torch.cuda.set_device(dist.get_rank())
 
 
 def main() -> int:
@@ -145,13 +198,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--only", nargs="+", help="rows whose name has one of these")
+    parser.add_argument("--alone", type=int, metavar="N", help="run one of N ranks, without communication")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    torch.cuda.set_device(dist.get_rank())
+    start(args.alone)
+    launcher = "python" if args.alone else f"torchrun --nproc-per-node {dist.get_world_size()}"
     about = {
-        "command": f"torchrun --nproc-per-node {dist.get_world_size()} {' '.join(sys.argv)}",
-        "device": f"{dist.get_world_size()} x {torch.cuda.get_device_name()}",
+        "command": f"{launcher} {' '.join(sys.argv)}",
+        "device": f"{1 if args.alone else dist.get_world_size()} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
         "fxshard": fxshard.__version__,
         "date": time.strftime("%Y-%m-%d"),
@@ -159,7 +213,7 @@ def main() -> int:
     rows = []
     for row in results(args):
         rows.append(row)
-        if dist.get_rank() == 0:
+        if args.alone or dist.get_rank() == 0:
             print(json.dumps(row), flush=True)
             if args.json:
                 args.json.write_text(json.dumps({"about": about, "results": rows}, indent=1) + "\n")

@@ -101,7 +101,7 @@ def _geometry(call: OpCall) -> tuple[int, list[TransposedStencil]]:
     return len(call.shape(0)) - dims, stencils
 
 
-@rule(*TRANSPOSED, emit=lambda *a: emit_transposed(*a))
+@rule(*TRANSPOSED, emit=lambda *a: emit_transposed(*a), enters=True)
 def place_transposed(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Fetch the inputs that paint a rank's outputs; leave a split batch alone."""
     image, rest = at[0], replicas(len(at) - 1)

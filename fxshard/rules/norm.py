@@ -66,7 +66,7 @@ def _batch_norm(
     flat_mean, flat_var = mean.detach().reshape(-1), var.detach().reshape(-1)
     unbiased = flat_var * (count / max(count - 1, 1))
     updated = tuple(
-        None if old is None else (old * (1 - momentum) + momentum * new).to(old.dtype)
+        None if old is None else wide(old) * (1 - momentum) + momentum * new
         for old, new in zip(running, (flat_mean, unbiased), strict=True)
     )
     return y, flat_mean, torch.rsqrt(flat_var + eps), updated[0], updated[1]
@@ -104,10 +104,19 @@ def place_batch_norm(call: OpCall, at: tuple[Placement, ...]) -> Choice:
         bound = {**dict(zip(names, args, strict=False)), **kwargs}
         x, weight, bias, mean, var, momentum, eps = (bound.get(n) for n in NAMES)
         if training:
-            return _outputs(_batch_norm(x, weight, bias, (mean, var), momentum, eps), outputs)  # type: ignore[arg-type]
-        return _outputs(_running_norm(x, weight, bias, mean, var, eps), outputs)  # type: ignore[arg-type]
+            results = _batch_norm(x, weight, bias, (mean, var), momentum, eps)  # type: ignore[arg-type]
+        else:
+            results = _running_norm(x, weight, bias, mean, var, eps)  # type: ignore[arg-type]
+        return _as_declared(_outputs(results, outputs), call.output_values)
 
     return Expand(program)
+
+
+def _as_declared(results: Any, values: Sequence[Tensor | None]) -> Any:
+    """Return the results in the types that the operator says: of half precision, statistics are single on some."""
+    if isinstance(results, torch.Tensor):
+        return results
+    return tuple(r if r is None or v is None else r.to(v.dtype) for r, v in zip(results, values, strict=True))
 
 
 def _outputs(results: tuple[Tensor | None, ...], count: int) -> Any:

@@ -5,7 +5,7 @@ outputs whose sources it has, so that nothing travels, unless that leaves the ra
 
     position      0 1 2 3 4 5 | 6 7 8 9 10 11        bounds (0, 6, 12)
     x[1:10:2]       0   1   2 |   3   4              bounds (0, 3, 5), all local
-    x[:5]         0 1 2 3 4                          bounds (0, 2, 5) in place of (0, 4, 5): two columns travel
+    x[:6]         0 1 2 3 4 5                        bounds (0, 3, 6) in place of (0, 5, 6): three columns travel
 
 A slice of fewer columns than ranks is taken whole: each rank puts the columns that it owns between zeros, and
 their sum over the ranks is the slice -> Partial(sum).  Only the slice travels, never the map.

@@ -57,7 +57,7 @@ def test_transform_explains_inputs_that_the_model_does_not_take() -> None:
 def test_a_model_of_torch_nn_alone_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[fx.GraphModule] = []
 
-    def observe(gm: fx.GraphModule, *_: object) -> Callable[..., Any]:
+    def observe(gm: fx.GraphModule, *_: object, **__: object) -> Callable[..., Any]:
         seen.append(gm)
         return gm.forward
 

@@ -90,3 +90,10 @@ def test_a_batch_norm_and_a_pool_are_predicted_under_inductor() -> None:
         "kept for the backward",
         "gradients",
     ]
+
+
+def test_constants_of_a_rule_have_sizes_that_are_numbers(tmp_path: Path) -> None:
+    pool = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d((2, 3)))  # its bins are the rows of a matrix
+    plan = fxshard.plan(pool, torch.empty(1, 3, 8, 20), world_size=2, placements=[Shard(3)])
+    assert all(type(moment.bytes) is int for moment in plan.memory.timeline)
+    assert "memory" in plan.save(tmp_path / "plan.html").read_text()

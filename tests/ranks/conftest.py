@@ -1,7 +1,7 @@
 """Rank tests: real gloo processes, started once per run and fed cases.
 
 The tables of the rule families are (row x mesh).  For every change each row runs on one mesh, the meshes in
-turn, and of a long table each third row; nightly (``-m "nightly or not nightly"``) each row runs on all meshes.
+turn, and of a long table each fourth row; nightly (``-m "nightly or not nightly"``) each row runs on all meshes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPLIT_PARAMETERS = ("mesh", "placements", "ranks")
 """How the tables name the split that a row is run with."""
 LONG_TABLE = 8
 """More rows than this take too long for every change: the drawn operators (``test_operators.py``) are as many more."""
-WHOLE_TABLES = ("test_cases.py", "test_models.py")
+WHOLE_TABLES = ("test_cases.py", "test_models.py", "test_pages.py", "test_composition_page.py")
 """Files that say row by row what is for the night."""
 
 
@@ -61,5 +61,5 @@ def _thin(items: list[pytest.Item]) -> None:
             tables[item.nodeid.partition("[")[0]].append(item)
     for table in tables.values():
         if len(table) > LONG_TABLE:
-            for item in (item for place, item in enumerate(table) if place % 3):
+            for item in (item for place, item in enumerate(table) if place % 4):
                 item.add_marker(pytest.mark.nightly)

@@ -314,7 +314,7 @@ def test_who_got_through_the_collective_that_failed_is_told_at_its_next_call(poo
 
 def leave_a_meeting(rank: int) -> None:
     if rank == 1:
-        agreement.announce_failure(mesh((RANKS,)), "it did not come")
+        agreement.announce_failure(mesh((RANKS,)), "it did not come", Exception())
 
 
 def build_branch() -> tuple[nn.Module, tuple[Tensor]]:
@@ -390,6 +390,7 @@ def fresh_interpreters() -> list[dict[str, Any]]:
     return [json.loads(output.splitlines()[-1]) for output, _ in results]
 
 
+@pytest.mark.nightly
 def test_a_fresh_interpreter_finds_the_backend_and_gets_clear_errors() -> None:
     said = fresh_interpreters()
     for rank, found in enumerate(said):

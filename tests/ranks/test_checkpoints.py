@@ -130,7 +130,7 @@ def reference() -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner_backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_a_checkpointed_convnext_keeps_less_and_has_the_same_gradients(pool: RankPool, inner_backend: str) -> None:
     expected = reference()
     plain, checkpointed = (
@@ -141,8 +141,15 @@ def test_a_checkpointed_convnext_keeps_less_and_has_the_same_gradients(pool: Ran
         torch.testing.assert_close(less.gradients, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    ("inner_backend", "reentrant"),
+    [
+        pytest.param("eager", True, id="eager-reentrant"),
+        pytest.param("aot_eager", False, id="aot_eager-non-reentrant"),
+        pytest.param("eager", False, id="eager-non-reentrant", marks=pytest.mark.nightly),
+        pytest.param("aot_eager", True, id="aot_eager-reentrant", marks=pytest.mark.nightly),
+    ],
+)
 def test_checkpoints_are_exact(pool: RankPool, inner_backend: str, *, reentrant: bool) -> None:
     # compiled, a checkpoint updates running statistics once; in eager mode its recomputation does it again
     case = Case(partial(blocks, reentrant), mesh_shape=(3,), inner_backend=inner_backend, reference_backend="aot_eager")
@@ -170,7 +177,7 @@ def exchanges_in_backward(rank: int, case: Case) -> str:
     return "".join(letters[event.name] for event in events if event.name in letters)
 
 
-@pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner_backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_a_region_is_recomputed_once_right_before_its_own_backward(pool: RankPool, inner_backend: str) -> None:
     case = Case(partial(blocks, False, 3), inner_backend=inner_backend)
     for order in pool.run(exchanges_in_backward, case, ranks=2):

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fxshard.api import transform
 from fxshard.workers import mesh
@@ -129,11 +130,25 @@ def scaled(setup: Setup) -> None:
     assert scaler.get_scale() == 2.0**9
 
 
+def averaged(setup: Setup) -> None:
+    """Keep a moving average of the parameters, and leave it in the model."""
+    net = setup.net.module if isinstance(setup.net, DistributedDataParallel) else setup.net
+    average, optimizer = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5)), setup.optimizer()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        setup.loss(*setup.mine(step)).backward()
+        optimizer.step()
+        average.update_parameters(net)
+    assert not torch.equal(state(net)["head.weight"], state(average.module)["head.weight"])
+    net.load_state_dict(average.module.state_dict())
+
+
 RECIPES: dict[str, Callable[[Setup], None]] = {
     "plain": plainly,
     "clipped": clipped,
     "accumulated": accumulated,
     "scaled": scaled,
+    "averaged": averaged,
 }
 
 
@@ -210,11 +225,13 @@ def on_one_device(recipe: str) -> tuple[State, Tensor]:
         ("spatial", "scaled", "eager"),
         ("ddp", "accumulated", "eager"),
         ("ddp", "clipped", "aot_eager"),
+        ("ddp", "averaged", "eager"),
         ("fsdp", "clipped", "eager"),
         ("fsdp of parts", "accumulated", "eager"),
         ("fsdp of all parts", "plain", "eager"),
         at_night("spatial", "clipped", "eager"),
         at_night("spatial", "accumulated", "aot_eager"),
+        at_night("spatial", "averaged", "aot_eager"),
         at_night("ddp", "plain", "eager"),
         at_night("fsdp", "plain", "aot_eager"),
         at_night("fsdp of parts", "plain", "aot_eager"),

@@ -80,9 +80,8 @@ def test_a_convnext_on_photographs_is_the_same_training(tmp_path: Path) -> None:
     assert plan["total"]["forward"]["halo"]["messages"] == 12
 
 
-@pytest.mark.parametrize(
-    ("model", "expected"), [pytest.param("honest", 0, marks=pytest.mark.nightly), ("other_when_compiled", 1)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("model", "expected"), [("honest", 0), ("other_when_compiled", 1)])
 def test_a_split_model_that_computes_something_else_is_found_out(tmp_path: Path, model: str, expected: int) -> None:
     pytest.importorskip("skimage")
     plan = tmp_path / "other.json"

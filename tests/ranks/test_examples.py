@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from examples import elastic
+from fxshard.workers import mesh
 from tests.ranks.torchrun import said_by_each_rank
 
+if TYPE_CHECKING:
+    from fxshard.workers import RankPool
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-STARTED = r"`torchrun --nproc-per-node (\d) examples/(\w+\.py)`"
+STARTED = r"`torchrun --nproc-per-node (\d)(?: --max-restarts \d)? examples/(\w+\.py)`"
 RANKS = {name: int(ranks) for ranks, name in re.findall(STARTED, (EXAMPLES / "README.md").read_text())}
 EACH_CHANGE = ("segmentation.py",)
 
@@ -39,3 +46,29 @@ def test_an_example_runs(tmp_path: Path, name: str) -> None:
             who, _, step, loss = re.match(r"(\w+ \d) (step) (\d+) loss (\S+)", line).groups()  # type: ignore[union-attr]
             losses[who.split()[1] + step if who.startswith("pair") else step].add(loss)
     assert all(len(values) == 1 for values in losses.values())
+
+
+def train_elastically(rank: int, checkpoint: Path, steps: int) -> None:
+    elastic.train(mesh((2,)), checkpoint, steps)
+
+
+def checkpoint_of(pool: RankPool, checkpoint: Path, *lives: int) -> dict[str, Any]:
+    """Train up to each number of steps, each time as ranks do that have just started; return the last checkpoint."""
+    for steps in lives:
+        pool.run(train_elastically, checkpoint, steps, ranks=2)
+    found: dict[str, Any] = torch.load(checkpoint)
+    return found
+
+
+def test_a_training_that_is_taken_up_ends_with_the_same_bits(pool: RankPool, tmp_path: Path) -> None:
+    whole, taken_up = checkpoint_of(pool, tmp_path / "a.pt", 5), checkpoint_of(pool, tmp_path / "b.pt", 3, 5)
+    torch.testing.assert_close(taken_up, whole, rtol=0, atol=0)
+
+
+@pytest.mark.nightly
+def test_ranks_go_on_after_one_of_them_has_died(pool: RankPool, tmp_path: Path) -> None:
+    said = said_by_each_rank(EXAMPLES / "elastic.py", 2, tmp_path, arguments=["--die-at", "3"], restarts=1)
+    lives = [[int(line.split()[3]) for line in lines] for lines in said]
+    assert lives == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
+    whole = checkpoint_of(pool, tmp_path / "whole.pt", elastic.STEPS)
+    torch.testing.assert_close(torch.load(tmp_path / "elastic.pt"), whole, rtol=0, atol=0)

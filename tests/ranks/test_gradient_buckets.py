@@ -70,7 +70,9 @@ def run_backward(rank: int, case: Case) -> tuple[list[str], list[tuple[torch.dty
     return order.names, order.sent, sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize(("cap", "inner_backend"), [(1, "eager"), (4, "aot_eager")])
+@pytest.mark.parametrize(
+    ("cap", "inner_backend"), [(1, "eager"), pytest.param(4, "aot_eager", marks=pytest.mark.nightly)]
+)
 def test_gradients_take_no_more_sums_than_their_size_needs(pool: RankPool, cap: int, inner_backend: str) -> None:
     case = Case(atto, inner_backend=inner_backend, options={"bucket_cap_mb": cap})
     for _, sent, parameters in pool.run(run_backward, case, ranks=2):
@@ -87,7 +89,7 @@ def test_sums_start_as_gradients_come_and_are_waited_for_last(pool: RankPool, in
         assert "".join(name[0] for name in names) == "ccs" * 3 + "www"
 
 
-@pytest.mark.parametrize("inner_backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("inner_backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_a_bucket_over_two_mesh_axes_is_one_sum(pool: RankPool, inner_backend: str) -> None:
     case = Case(chain, (Shard(2), Shard(3)), (2, 2), inner_backend=inner_backend)
     assert_exact(pool, case)

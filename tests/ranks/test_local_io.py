@@ -220,7 +220,7 @@ def absent_rank(rank: int) -> tuple[str, str]:
                 said = (type(error).__name__, str(error))
     dist.barrier(mesh((2,)).get_group())
     if rank == 1:
-        agreement.announce_failure(mesh((2,)), "it did not come")  # so that the ranks are in step again
+        agreement.announce_failure(mesh((2,)), "it did not come", Exception())  # so that the ranks are in step again
     net(part)
     return said
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MARKS = ("import timm", 'backend="fxshard"', "my_columns", "DistributedDataParallel", "fully_shard")
+"""What tells each program; all of them run here."""
 
 
 def program_with(text: str) -> str:
@@ -78,6 +80,22 @@ def test_what_goes_around_a_model_goes_around_a_transformed_one(pool: RankPool) 
     with_fsdp = "".join(line for line in with_ddp.splitlines(True) if "DistributedDataParallel" not in line) + fsdp
     for program in (with_ddp, with_fsdp):
         assert max(pool.run(combined, program, ranks=4)) < 1e-9
+
+
+def compiled(rank: int, program: str) -> float:
+    """Run the README's line in this rank; return how far its output is from one device's."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net, images = nn.Conv2d(3, 4, 5, padding=2).double(), torch.randn(2, 3, 8, 16, dtype=torch.float64)
+    expected = net(images)
+    eager = program.replace('"mesh": mesh', '"inner_backend": "eager", "mesh": mesh')  # Inductor takes its time
+    names: dict[str, Any] = {"torch": torch, "Shard": Shard, "mesh": mesh((2,)), "net": net}
+    exec(eager, names)
+    return float((names["net"](images) - expected).abs().max())
+
+
+def test_the_backend_is_found_by_its_name(pool: RankPool) -> None:
+    assert max(pool.run(compiled, program_with('backend="fxshard"'), ranks=2)) < 1e-9
 
 
 def local_loss(rank: int, program: str) -> float:

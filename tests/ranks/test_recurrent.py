@@ -41,7 +41,13 @@ def build(kind: str) -> tuple[nn.Module, tuple[Tensor]]:
     return Rows(kind), (torch.randn(2, 3, 6, 9),)
 
 
-@pytest.mark.parametrize("dim", [2, 3], ids=["H", "W"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dim"),
+    [
+        pytest.param(k, d, marks=() if k == "lstm" else pytest.mark.nightly, id=f"{k}-{'HW'[d - 2]}")
+        for k in KINDS
+        for d in (2, 3)
+    ],
+)
 def test_only_rows_that_are_split_are_gathered(pool: RankPool, kind: str, dim: int) -> None:
     assert_exact(pool, Case(partial(build, kind), (Shard(dim),)), gathers=dim == 3)

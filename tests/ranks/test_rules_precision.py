@@ -77,8 +77,7 @@ def judge_rounding(rank: int, case: Case) -> tuple[bool, str]:
     reference = run_steps(*build_model(exact), exact)
     own = run_steps(*build_model(case), case)
     model, inputs = build_model(case)
-    assert case.placements is not None
-    net = transform(model, mesh=mesh(case.mesh_shape), placements=list(case.placements), inner_backend="eager")
+    net = transform(model, mesh=mesh(case.mesh_shape), placements=case.placements, inner_backend="eager")
     sharded = run_steps(net, inputs, case)
     floor, error = (difference(reference, trace, dtypes=False) for trace in (own, sharded))
     # the ranks' terms of a parameter's gradient are rounded before they are added

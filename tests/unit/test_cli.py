@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import fxshard
 from fxshard import cli
 from fxshard.cli import Command, explain, main
 from fxshard.errors import FxShardError, PlanError
@@ -146,7 +147,9 @@ def test_a_plan_is_not_written_before_the_demo_ran(tmp_path: Path) -> None:
     assert not plan.exists()
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "plan --help", "demo --steps 0", "verify"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "--version", "completion --help", "plan --help", "demo --steps 0", "verify"]
+)
 def test_help_and_wrong_arguments_need_no_torch(arguments: str) -> None:
     code = (
         "import sys\n"
@@ -156,6 +159,15 @@ def test_help_and_wrong_arguments_need_no_torch(arguments: str) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.endswith("False\n")
+
+
+def test_python_runs_the_package() -> None:
+    asked = [sys.executable, "-m", "fxshard", "plan", "m:f", "--input", "1x3x8x0", "--world-size", "2"]
+    version = subprocess.run([*asked[:3], "--version"], capture_output=True, text=True, check=True)
+    assert version.stdout == f"fxshard {fxshard.__version__}\n"
+    refused = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "must be at least 1, got 0" in refused.stderr
 
 
 def test_a_model_in_the_current_directory_is_found(

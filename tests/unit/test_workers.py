@@ -138,6 +138,7 @@ def test_failure_of_one_rank_does_not_wait_for_the_timeout(pool: RankPool) -> No
     assert not {pid for _, pid in before} & {pid for _, pid in after}, "ranks out of step must be started anew"
 
 
+@pytest.mark.nightly
 def test_failure_of_one_rank_restarts_even_if_the_others_returned(pool: RankPool) -> None:
     before = pool.run(process_id)
     with pytest.raises(WorkerError, match="1 of 3 ranks failed") as caught:
@@ -192,6 +193,7 @@ def test_default_meshes() -> None:
     assert default_meshes(4)[-1] == (2, 2)
 
 
+@pytest.mark.nightly
 def test_closed_pool_starts_again() -> None:
     with RankPool(1) as pool:
         first = pool.run(process_id)

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 import fxshard
+from fxshard.cost import flops
 from fxshard.passes.capture import KEY, Captured
 from fxshard.provenance import is_communication, module_path, origins
 from fxshard.values import is_tensor, plan_of, tensor_value
@@ -56,33 +55,20 @@ def survey(rank: int, name: str, setting: Setting) -> Survey:
     made = fxshard.plan(
         model.train().to("meta"), on_meta, mesh_shape=setting.mesh, placements=placements, inner_backend="eager"
     )
-    flops, share = split_share(made.planned)
+    operations, share = split_share(made.planned)
     elements, module = largest_gather(made.planned, made.local, made.report)
     halos, reasons = made.report.total.of("halo").bytes, made.report.reasons
-    return Survey(size, flops, share, elements, module, feature_map(made.planned), halos, reasons)
+    return Survey(size, operations, share, elements, module, feature_map(made.planned), halos, reasons)
 
 
 def split_share(graph: fx.GraphModule) -> tuple[int, float]:
     """Return the FLOPs of a planned global graph, and the share of those whose node is split on some axis."""
     total = split = 0
     for node in graph.graph.nodes:
-        flops = _flops(node)
-        found = plan_of(node)
-        total += flops
-        split += flops if found and found.sharded_axes else 0
+        its, found = flops(node), plan_of(node)
+        total += its
+        split += its if found and found.sharded_axes else 0
     return total, split / total if total else 1.0
-
-
-def _flops(node: fx.Node) -> int:
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
-        return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    mode = next((a.fake_mode for a in tree_leaves(args) if hasattr(a, "fake_mode")), None)
-    if mode is None:
-        return 0
-    with mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
-        node.target(*args, **kwargs)
-    return int(counter.get_total_flops())
 
 
 def largest_gather(graph: fx.GraphModule, local: fx.GraphModule, report: PlanReport) -> tuple[int, str]:

@@ -1,0 +1,124 @@
+"""What a node of a planned graph costs a rank in a step: an estimate from the table of devices.
+
+::
+
+    compute    max(FLOPs / flops per second, bytes read and written / bytes per second) + a kernel, forward
+               twice that in the backward, where a gradient passes
+    a rank's   the largest part of the node's largest split value; all of it where nothing is split
+    traffic    a wait for each exchange + bytes / bytes per second; gradients travel in buckets beside the backward,
+               and count by their bytes
+
+A view costs nothing.  All times are integers, in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from fxshard.layout import Shard
+from fxshard.values import passes_gradient, plan_of
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from fxshard.devices import Device, Link
+    from fxshard.layout import Layout
+    from fxshard.report import Communication
+
+NS = 1e9
+BACKWARD = 2
+"""How much longer the backward of an operator takes than its forward: one product for each of its two operands."""
+
+
+def compute_ns(node: fx.Node, device: Device, *, training: bool) -> int:
+    """Return how long the whole of a node's work takes one device.
+
+    Args:
+        node: Of a captured graph.
+        device: Of the table.
+        training: Whether its backward runs, too.
+    """
+    values = [v for v in _values(node) if isinstance(v, torch.Tensor)]
+    if not isinstance(node.target, OpOverload) or not values or _is_view(node.target):
+        return 0
+    seconds = flops(node) / device.flops(values[-1].dtype, depthwise=_is_depthwise(node))
+    seconds = max(seconds, sum(v.numel() * v.element_size() for v in values) / device.bytes_per_s)
+    times = 1 + BACKWARD * (training and passes_gradient(node))
+    return round(times * (seconds * NS + device.kernel_us * 1e3))
+
+
+def share_of(node: fx.Node) -> float:
+    """Return the part of a planned node's work that the busiest rank does."""
+    found = plan_of(node)
+    layouts = [] if found is None else [*found.inputs, *found.outputs]
+    return min((_largest_part(layout) for layout in layouts), default=1.0)
+
+
+def _largest_part(layout: Layout) -> float:
+    parts = (max(p.length(r) for r in range(p.ranks)) / max(p.size, 1) for p in layout if isinstance(p, Shard))
+    return math.prod(parts)
+
+
+def traffic_ns(sent: Communication, link: Link) -> int:
+    """Return how long a rank waits for what it sends.
+
+    Args:
+        sent: By kind.
+        link: Of the table.
+    """
+    total = 0.0
+    for kind, traffic in (*sent.forward.items(), *sent.backward.items()):
+        wait_us = {"gradient": 0.0, "reduce": link.reduce_us}.get(kind, link.exchange_us)
+        total += bool(traffic.bytes) * wait_us * 1e3 + traffic.bytes / link.bytes_per_s * NS
+    return round(total)
+
+
+def gather_ns(size_bytes: int, link: Link) -> int:
+    """Return how long it takes to put a value of ``size_bytes`` together on every rank."""
+    return round(link.exchange_us * 1e3 + size_bytes / link.bytes_per_s * NS)
+
+
+def size_bytes(node: fx.Node) -> int:
+    """Return the bytes of the whole value of a node."""
+    return sum(v.numel() * v.element_size() for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+
+
+def _values(node: fx.Node) -> list[Any]:
+    """Return what a node reads and makes, the latter last."""
+    return tree_leaves([n.meta.get("val") for n in (*node.all_input_nodes, node)])
+
+
+def flops(node: fx.Node) -> int:
+    """Return the operations of a node's convolutions and matrix products on the global values; torch counts no others.
+
+    Args:
+        node: Of a captured graph.
+    """
+    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
+        return 0
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = next((a.fake_mode for a in tree_leaves(args) if hasattr(a, "fake_mode")), None)
+    if mode is None or torch.Tag.pointwise in node.target.tags:
+        return 0
+    with mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
+        node.target(*args, **kwargs)
+    return int(counter.get_total_flops())
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    """Return whether a convolution has a filter for each channel."""
+    schema = node.target._schema.arguments if isinstance(node.target, OpOverload) else []
+    place = next((i for i, argument in enumerate(schema) if argument.name == "groups"), len(node.args))
+    groups = node.args[place] if place < len(node.args) else 1
+    weight: Any = node.all_input_nodes[1].meta["val"] if len(node.all_input_nodes) > 1 else None
+    return bool(groups != 1 and isinstance(weight, torch.Tensor) and groups == weight.shape[0])
+
+
+def _is_view(op: OpOverload) -> bool:
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns)

@@ -1,0 +1,86 @@
+"""The texts of a plan: the table of its stages, and what is said about a node."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from fxshard.drawing import bytes_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fxshard.report import NodeReport
+
+MOST_BOUNDS = 9
+"""How many bounds of a split a table shows."""
+HEAD = ("stage", "last map", "layout", "halos", "halo bytes", "reduced", "gathers")
+
+
+def stage_row(name: str, nodes: Sequence[NodeReport]) -> tuple[str, ...]:
+    """Return the row of a stage, under :data:`HEAD`."""
+    last, sent = nodes[-1], [n.sent for n in nodes]
+    halos = [s.of("halo") for s in sent]
+    reduced = sum(s.of("reduce", "gradient").bytes for s in sent)
+    gathered = sum(s.of("gather", "redistribute").bytes for s in sent)
+    return (
+        name or "(model)",
+        "x".join(map(str, last.shape or ())),
+        _shortened(last.layout),
+        str(sum(h.messages for h in halos)),
+        size_or_dash(sum(h.bytes for h in halos)),
+        size_or_dash(reduced),
+        size_or_dash(gathered),
+    )
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table whose last four columns are numbers."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    numbers = len(widths) - 4  # the last four columns
+    return [
+        "  ".join(c.rjust(w) if i >= numbers else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def size_or_dash(count: int) -> str:
+    """Return a number of bytes as text."""
+    return bytes_text(count) if count else "-"
+
+
+def place_of(node: NodeReport | None) -> str:
+    """Return where the value of a node lives, and why."""
+    if node is None:
+        return "not there"
+    layout = node.layout if "(" in node.layout else "whole"
+    return f"{layout} ({node.reason})" if node.reason else layout
+
+
+def explained(node: NodeReport) -> list[str]:
+    """Return what is done for a node, over some lines."""
+    shape = "x".join(map(str, node.shape)) if node.shape is not None else ""
+    local = "x".join(map(str, node.local_shape)) if node.local_shape is not None else ""
+    lines = [f"{node.name}: {node.op} {shape} {node.layout}" + (f", here {local}" if local != shape else "")]
+    if node.source:
+        lines.append(f"    at {node.source}")
+    for way, part in (("forward", node.sent.forward), ("backward", node.sent.backward)):
+        lines += [f"    {way} {kind}: {t.messages} messages, {t.bytes:,} bytes" for kind, t in part.items()]
+    if node.reason:
+        lines.append(f"    {'not split' if node.op == 'placeholder' else 'gathered'}: {node.reason}")
+    return lines
+
+
+def _shortened(layout: str) -> str:
+    """Return a layout with its long lists of bounds cut.
+
+    Example:
+        >>> _shortened("[S(3; 0,2,4,6,8,10,12,14,16,18,20)]")
+        '[S(3; 0,2,4,6,...,20)]'
+    """
+
+    def cut(found: re.Match[str]) -> str:
+        bounds = found[0].split(",")
+        return found[0] if len(bounds) <= MOST_BOUNDS else ",".join([*bounds[:4], "...", bounds[-1]])
+
+    return re.sub(r"\d+(,\d+)+", cut, layout)
