@@ -18,7 +18,7 @@ from fxshard.errors import RankMismatchError
 from fxshard.meeting import GRACE_S, Meeting, digest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +40,34 @@ FAILED, WORK = "failed", "work"
 _TOLD = "_fxshard_told"
 """An attribute of errors that the other ranks know of."""
 WORDS_AT_A_TIME = 2**20
+FOLLOWS = (
+    (
+        ("option ", "input shapes", "input types", "need a gradient"),
+        ("captured graph", "memory formats", "input values", "sequence of collectives"),
+    ),
+    (
+        ("captured graph",),
+        ("parameter and buffer values", "memory formats", "sequence of collectives", "generator state"),
+    ),
+)
+"""Beginnings of the names of what is compared, and what differs because that does."""
+_SAME_BATCH = (
+    "ranks that share an image need the same batch: seed the loader alike, and number a DistributedSampler by the data "
+    'axis alone; or pass each rank its part, with inputs="local"'
+)
+REMEDIES = {
+    ("option ",): "give every rank the same options",
+    ("input ",): _SAME_BATCH,
+    ("need a gradient",): "freeze the same layers on every rank",
+    ("captured graph",): "every rank runs the same code of the model: one mode (train or eval), the same keywords",
+    (
+        "parameter and buffer values",
+    ): "torch.manual_seed(...) before the model is made, or load_state_dict, on each rank",
+    ("memory formats",): "model.to(memory_format=...) on every rank or on none",
+    ("generator state",): "torch.manual_seed(...) on every rank, and no draws of the default generator on some of them",
+    ("torch",): "install one version of torch on every rank",
+}
+"""What to do, by the beginnings of the names of what differs."""
 MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 """SplitMix64's increment and first multiplier, as signed integers."""
 DIMENSIONS = ("dim", "from_dim", "to_dim")
@@ -135,17 +163,23 @@ def agree(mesh: DeviceMesh, words: dict[str, str], spent_s: float = 0.0) -> None
         check_same(said)
 
 
-def agree_to_run(mesh: DeviceMesh, words: dict[str, str]) -> None:
+def agree_to_run(mesh: DeviceMesh, words: dict[str, str], values: dict[str, str]) -> str:
     """Compare on all ranks of ``mesh`` what each is about to run.
 
     Args:
         mesh: The spatial mesh.
         words: As for :func:`agree`, where another rank may be.
+        values: What may differ, by rounding.
+
+    Returns:
+        Which of the values differ, and what to do; nothing where none does.
 
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
-    check_same(_said(Meeting(mesh, words), patience_s(), NOT_CALLED))
+    said = _said(Meeting(mesh, {**words, **values}), patience_s(), NOT_CALLED)
+    check_same([{name: value for name, value in each.items() if name not in values} for each in said])
+    return _disagreement([{name: each[name] for name in values if name in each} for each in said])
 
 
 def exchange(mesh: DeviceMesh, words: dict[str, str]) -> list[dict[str, str]]:
@@ -261,11 +295,31 @@ def check_same(said: Sequence[dict[str, str]]) -> None:
         RankMismatchError: Some failed, or differ.
     """
     check_failures(said)
-    lines = []
-    for name in dict.fromkeys(name for words in said for name in words):
-        values = {rank: words[name] for rank, words in enumerate(said) if name in words}
-        if len(set(values.values())) > 1:
-            lines.append(f"  {name}: " + ", ".join(f"rank {rank} has {value}" for rank, value in values.items()))
-    if lines:
-        remedy = "give every rank of the spatial mesh the same model, parameters, seed, batch and options"
-        raise RankMismatchError("the ranks disagree:\n" + "\n".join(lines) + f"\n{remedy}")
+    text = _disagreement(said)
+    if text:
+        msg = f"the ranks disagree:\n{text}"
+        raise RankMismatchError(msg)
+
+
+def _disagreement(said: Sequence[dict[str, str]]) -> str:
+    """Return a line for each thing that differs first, and one with what to do; nothing where nothing does."""
+    names = dict.fromkeys(name for words in said for name in words)
+    held = {name: {rank: words[name] for rank, words in enumerate(said) if name in words} for name in names}
+    causes = _causes([name for name in names if len(set(held[name].values())) > 1])
+    lines = [f"  {name}: {_who_has_what(held[name])}" for name in causes]
+    return "\n".join([*lines, *["; ".join(dict.fromkeys(map(_remedy, causes)))] * bool(causes)])
+
+
+def _who_has_what(held: Mapping[int, str]) -> str:
+    return ", ".join(f"rank {rank} has {value}" for rank, value in held.items())
+
+
+def _causes(differing: Sequence[str]) -> list[str]:
+    """Return what differs, without what does because of the rest."""
+    following = {name for causes, names in FOLLOWS if any(d.startswith(causes) for d in differing) for name in names}
+    return [name for name in differing if name not in following]
+
+
+def _remedy(name: str) -> str:
+    found = (remedy for beginnings, remedy in REMEDIES.items() if name.startswith(beginnings))
+    return next(found, "give every rank of the spatial mesh the same model, parameters, seed, batch and options")

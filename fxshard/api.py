@@ -66,7 +66,8 @@ def transform(  # noqa: PLR0913  options, by keyword
     they are about to do.  When a graph is compiled: options, input shapes, captured graph, sequence of collectives,
     memory formats, torch version and, where the graph draws, the generator's state; at the first compilation also the
     values of parameters, buffers and inputs.  At each call: the first four, by a few small requests to the process
-    group's store.  Values are compared again where ``check_every`` asks for it.
+    group's store.  Values are compared again where ``check_every`` asks for it; inputs also at the second, fourth,
+    eighth ... of these comparisons, where a difference is a warning in the log.
 
     **What it costs.**  A message to each neighbour at each layer with a halo, forward and backward; a few
     numbers of each batch norm; an all-reduce of the parameters' gradients, in buckets; and whatever the plan gathers.
@@ -109,7 +110,7 @@ def transform(  # noqa: PLR0913  options, by keyword
             parameter its own.
         reduce_dtype: What gradients are summed over the ranks in; None for each parameter's own type.
         check_every: After how many calls of a compiled graph the ranks compare, bit for bit, all parameters, buffers
-            and generator states that it uses; 0 for never.  Each time reads all parameters once.
+            and generator states that it uses, and the inputs; 0 for never.  Each time reads all of them once.
         device: What the ranks are, such as ``"h200"``, or a :class:`fxshard.devices.Device`: what is cheaper there on
             every rank whole, by its figures, is left whole, such as small late maps.  None splits whatever can be.
 

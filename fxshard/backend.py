@@ -24,11 +24,11 @@ from fxshard._torch import (
     graph_end,
     lookup_backend,
 )
-from fxshard.compilations import Compilation, announce, piece_name
+from fxshard.compilations import Compilation, announce, announce_compiler, piece_name
 from fxshard.cut_over import planned
 from fxshard.description import RUNS, describe_graph
 from fxshard.emitter import Rank
-from fxshard.errors import FxShardError, PlanError
+from fxshard.errors import FxShardError, InternalError, PlanError, shortened
 from fxshard.functions import watch
 from fxshard.graph_breaks import report_cost
 from fxshard.guard import Guard, guarded
@@ -128,7 +128,7 @@ def compile_graph(
 
 def _failing(failure: FxShardError) -> Callable[..., Any]:
     def fail(*_: Any) -> Any:
-        raise failure
+        raise shortened(failure)
 
     return fail
 
@@ -171,6 +171,7 @@ def _compile(
         observe(made.graph, made.local, made.config)
     examples = [part_example(made.parts[i], made.mode) if i in made.parts else v for i, v in enumerate(example_inputs)]
     groups = functools.partial(summing_groups, mesh)
+    announce_compiler(made.config, mesh.device_type, news_level(mesh))
     lowered = lower(executable(made.local, config=made.config, groups=groups), examples, config=made.config)
     run = with_local_io(lowered, list(made.parts), mesh, made.local.meta[OUTPUTS])
     compiled = Compiled(source, made.graph, made.local, made.config, run)
@@ -192,7 +193,7 @@ def _prepared(
     try:
         return _prepare(gm, example_inputs, mesh, options, piece=piece)
     except Exception as error:
-        failure = error if isinstance(error, FxShardError) else FxShardError(f"a bug of fxshard: {error!r}")
+        failure = error if isinstance(error, FxShardError) else InternalError(f"a bug of fxshard: {error!r}")
         agreement.agree(mesh, {agreement.FAILED: str(failure)}, time.monotonic() - started)
         raise failure from error
 
@@ -278,9 +279,11 @@ def _guarded(
     captured: Captured = compiled.planned.meta[KEY]
     inputs = compiled.planned.graph.find_nodes(op="placeholder")
     names = {i: f"parameter or buffer {input_name(n)}" for i, n in enumerate(inputs) if captured.is_state[i]}
+    parts = {number for number, _ in compiled.config.parts}
+    given = {i: f"input {input_name(n) or n.name}" for i, n in enumerate(inputs) if i not in {*names, *parts}}
     words = {name: description[name] for name in RUNS}
     every, draws = compiled.config.check_every, has_random(compiled.planned)
-    return guarded(run, Guard(mesh, words, names, check_every=every, draws=draws, local=compiled.local))
+    return guarded(run, Guard(mesh, words, names, given, check_every=every, draws=draws, local=compiled.local))
 
 
 def _watched(compiled: Compiled) -> Callable[..., Any]:

@@ -2,13 +2,14 @@
 
 A plan is for one size.  A loader that has many sizes has as many compilations, and spends its time in them; so from
 the fifth on it is a warning: training and evaluation, each with a smaller last batch, are four.  An image that is not
-split over all axes of the mesh is a warning, too.
+split over all axes of the mesh is a warning, too, and so are maps that are mostly whole on every rank.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fxshard._torch import graph_end
@@ -20,9 +21,16 @@ from fxshard.values import LEAST_DIMENSIONS, described, is_tensor, plan_of, tens
 if TYPE_CHECKING:
     from torch import fx
 
+    from fxshard.passes.config import Config
+
 log = logging.getLogger("fxshard")
+_told: list[str] = []
+"""The inner backend that was announced."""
 FEW = 4
 """Compilations of one model that are no news."""
+MOST_WHOLE = 0.5
+"""The part of the maps' elements that may be whole on every rank without news."""
+CALL = "call_function"
 REMEDY = "Each size is compiled once, as is each mode and each set of frozen parameters; pad images to a few sizes"
 
 
@@ -45,14 +53,19 @@ class Compilation:
     def __str__(self) -> str:
         number = f"compilation {self.number}" if self.number else "compiled"
         text = f"{self.what}: {number}, for {_inputs(self.planned)}, in {self.seconds:.1f} s"
-        same = "ranks run the same work" if self.is_split else "every rank runs all of it"
-        text += f"; {same}: {'; '.join(self.not_split)}" if self.not_split else ""
+        text += f"; {self.not_shared}" if self.not_shared else ""
         return f"{text}. {REMEDY}" if self.number > FEW else text
 
-    @property
-    def is_split(self) -> bool:
-        """Whether ranks do different work anywhere."""
-        return any(plan.sharded_axes for node in self.planned.graph.nodes if (plan := plan_of(node)) is not None)
+    @cached_property
+    def not_shared(self) -> str:
+        """What ranks do not share, and why; nothing where the inputs and most of the maps are split as was asked."""
+        if self.not_split:
+            split = any(plan.sharded_axes for node in self.planned.graph.nodes if (plan := plan_of(node)) is not None)
+            return f"{'ranks run the same work' if split else 'every rank runs all of it'}: {'; '.join(self.not_split)}"
+        share, why = self._whole()
+        if share <= MOST_WHOLE:
+            return ""
+        return f"{100 * share:.0f} % of the elements of its maps are whole on every rank, first because of {why}"
 
     @property
     def not_split(self) -> tuple[str, ...]:
@@ -62,9 +75,18 @@ class Compilation:
 
     @property
     def is_news(self) -> bool:
-        """Whether this is worth a warning: there were many, or an image is not split."""
+        """Whether this is worth a warning: there were many, or an image, or most of what it becomes, is not split."""
         inputs = [tensor_value(n) for n in _given(self.planned) if is_tensor(n)]
-        return self.number > FEW or (bool(self.not_split) and any(v.ndim >= LEAST_DIMENSIONS for v in inputs))
+        return self.number > FEW or (bool(self.not_shared) and any(v.ndim >= LEAST_DIMENSIONS for v in inputs))
+
+    def _whole(self) -> tuple[float, str]:
+        """Return the part of the elements of all maps that every rank has, and the first reason of a gather."""
+        plans = {n: plan for n in self.planned.graph.nodes if (plan := plan_of(n)) is not None and n.op == CALL}
+        first = next((plan.reason for plan in plans.values() if plan.reason), "")
+        maps = {n: plan for n, plan in plans.items() if is_tensor(n) and tensor_value(n).ndim >= LEAST_DIMENSIONS}
+        sizes = {n: tensor_value(n).numel() for n in maps}
+        whole = sum(sizes[n] for n, plan in maps.items() if not plan.sharded_axes)
+        return (whole / max(sum(sizes.values()), 1), first) if first else (0.0, "")
 
 
 def announce(compilation: Compilation, level: int) -> None:
@@ -85,6 +107,19 @@ def piece_name(gm: fx.GraphModule) -> str:
     """
     end = graph_end(gm)
     return "a graph" if end is None or not end.stack else f"the graph up to {frame_line(end.stack[-1])}"
+
+
+def announce_compiler(config: Config, device: str, level: int) -> None:
+    """Say, once, that what follows takes long: Inductor writes C++ for CPUs.
+
+    Args:
+        config: Names the inner backend.
+        device: The type of the mesh's devices.
+        level: Of news.
+    """
+    if config.inner_backend == "inductor" and device == "cpu" and not _told:
+        _told.append(config.inner_backend)
+        log.log(level, "compiling with Inductor, which takes minutes on CPUs; inner_backend='aot_eager' starts at once")
 
 
 def _given(planned: fx.GraphModule) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from fxshard.guard import generator_digest
 from fxshard.meeting import digest
 from fxshard.ops.memory import memory_order
 from fxshard.passes.capture import KEY, Captured
+from fxshard.passes.config import Config
 from fxshard.passes.replace_random import has_random
 from fxshard.program import input_name
 
@@ -20,9 +21,12 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from fxshard.passes.config import Config
-
-RUNS = ("options", "input shapes", "input types", "need a gradient", "captured graph", "sequence of collectives")
+OPTIONS = {field.name: f"option {field.name}" for field in dataclasses.fields(Config) if field.name != "rank"}
+"""What the fields of the configuration are called; whose graph it is differs."""
+RUNS = (
+    *OPTIONS.values(),
+    *("input shapes", "input types", "need a gradient", "captured graph", "sequence of collectives"),
+)
 """What is compared at each call; the rest was when the graph was compiled."""
 MOST_NAMES = 8
 """How many parameters a rank names."""
@@ -44,7 +48,7 @@ def describe_graph(
     state = [v for v, is_state in zip(example_inputs, captured.is_state, strict=True) if is_state]
     compared = agreement.first_time(state)
     return {
-        "options": str(dataclasses.replace(config, rank=None)),
+        **{name: str(getattr(config, field)) for field, name in OPTIONS.items()},
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
         "input types": ", ".join(map(_type, given)),
         "need a gradient": _with_gradient(graph, captured, example_inputs),

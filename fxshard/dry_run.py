@@ -29,7 +29,7 @@ from fxshard.devices import Device, device_named
 from fxshard.drawing import Drawing
 from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.emitter import Rank
-from fxshard.errors import FxShardError, PlanError
+from fxshard.errors import FxShardError, PlanError, shortened
 from fxshard.memory import Memory, predict_memory
 from fxshard.options import check_choices, placements_of, split_dims_of
 from fxshard.passes.config import Config
@@ -292,9 +292,12 @@ def plan(  # noqa: PLR0913  options, by keyword
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     found = None if device is None else device_named(device)
     meshes = mesh_shapes(world_size) if world_size is not None and found is not None and dims is None else ()
-    with torch.set_grad_enabled(training):
-        tried = _plans(model, given, config, found, meshes)
-        return tried[0] if memory_limit_gib is None else _within(tried, memory_limit_gib)
+    try:
+        with torch.set_grad_enabled(training):
+            tried = _plans(model, given, config, found, meshes)
+            return tried[0] if memory_limit_gib is None else _within(tried, memory_limit_gib)
+    except FxShardError as error:
+        raise shortened(error)  # noqa: B904  its cause is told, or left out
 
 
 def mesh_shapes(ranks: int) -> tuple[tuple[int, ...], ...]:

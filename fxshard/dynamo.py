@@ -12,6 +12,7 @@ the call that is running::
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import re
 from contextlib import contextmanager
@@ -61,6 +62,7 @@ class Call:
 
 _SAID = re.compile(r"got \w+\((?P<text>.+)\)$", re.MULTILINE)
 """What an operator raised, in a message of Dynamo's."""
+_FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
 Announce: TypeAlias = "Callable[[str, Exception], None]"
 """Tells the other ranks, in words, of an error."""
 _CAPTURE = _Capture()
@@ -79,8 +81,29 @@ def capturing(net: torch.nn.Module, announce: Announce = _to_nobody) -> Iterator
         net: Whose forward is called.
         announce: As for :func:`own_errors`.
     """
-    with own_errors(net, announce), whole_graphs(), cumulative_averages(net), _plain_isinstance(), _calling() as call:
+    with (
+        own_errors(net, announce),
+        whole_graphs(),
+        cumulative_averages(net),
+        _plain_isinstance(),
+        _said_once(),
+        _calling() as call,
+    ):
         yield call
+
+
+@contextmanager
+def _said_once() -> Iterator[None]:
+    """Keep torch from logging the frames of an operator that refuses its inputs: the error says what it said."""
+    _FAKE_TENSORS.addFilter(_is_no_error)
+    try:
+        yield
+    finally:
+        _FAKE_TENSORS.removeFilter(_is_no_error)
+
+
+def _is_no_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR
 
 
 @contextmanager

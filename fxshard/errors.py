@@ -6,6 +6,9 @@ far as they apply.  ``assert`` is for fxshard's own bugs only.
 
 from __future__ import annotations
 
+import os
+from typing import TypeVar
+
 
 class FxShardError(RuntimeError):
     """Something that fxshard cannot do exactly, said before anything runs."""
@@ -21,3 +24,24 @@ class PlanError(FxShardError):
 
 class RankMismatchError(FxShardError):
     """The ranks disagree: about the collectives they will run, or about the generator's state."""
+
+
+class InternalError(FxShardError):
+    """A bug of fxshard; what led to it is its ``__cause__``."""
+
+
+Failure = TypeVar("Failure", bound=FxShardError)
+
+
+def shortened(error: Failure) -> Failure:
+    """Return an error without the hundreds of lines of torch's and fxshard's own frames that led to it.
+
+    A bug keeps them, and so does everything where ``TORCHDYNAMO_VERBOSE=1`` is set, as in torch.
+
+    Args:
+        error: What is about to be raised to the user; it is changed.
+    """
+    if not isinstance(error, InternalError) and os.environ.get("TORCHDYNAMO_VERBOSE") != "1":
+        error.__cause__, error.__suppress_context__ = None, True
+        error.__traceback__ = None
+    return error

@@ -3,10 +3,14 @@
 What they run is compared at each call, in a few words.  What they hold is compared each ``check_every`` calls, bit
 for bit: ranks that a fault, or a kernel that adds in no fixed order, has moved apart train models that look alike.  It
 is compared, too, where a parameter is a new one, of a layer that was replaced.
+
+What comes in is compared when a graph is compiled, at those calls, and, as a warning, at some others that become ever
+rarer: where a loader gives each rank other batches from some step on, the ranks train something, and nothing fails.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +20,8 @@ import torch.distributed as dist
 from fxshard import agreement
 from fxshard._torch import watch_backward
 from fxshard.errors import RankMismatchError
+from fxshard.meeting import meetings_so_far
+from fxshard.mesh import news_level
 from fxshard.ops.lowering import on_failure
 from fxshard.provenance import all_nodes, is_communication
 from fxshard.watchdog import watchdog
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
     from torch import fx
     from torch.distributed.device_mesh import DeviceMesh
 
+log = logging.getLogger("fxshard")
 _GLOO = re.compile(r"gloo|Timed out waiting|Connection (closed|reset)|Application timeout", re.IGNORECASE)
 
 
@@ -37,6 +44,7 @@ class Guard:
         mesh: The spatial mesh.
         words: What is run.
         state: The names of the inputs that are parameters and buffers, by their numbers.
+        given: The names of the other inputs that every rank has whole, by their numbers.
         check_every: Calls from one comparison of what the ranks hold to the next; 0 for none.
         draws: Whether the graph draws random numbers.
         local: The rank's graph: who fails in one of its collectives is asked which it was.
@@ -47,6 +55,7 @@ class Guard:
         mesh: DeviceMesh,
         words: dict[str, str],
         state: Mapping[int, str],
+        given: Mapping[int, str],
         *,
         check_every: int,
         draws: bool,
@@ -55,6 +64,7 @@ class Guard:
         self.mesh = mesh
         self.words = {agreement.WORK: "a compiled graph to run", "parameters and buffers": "as before", **words}
         self.state = state
+        self.given = given
         self.check_every = check_every
         self.draws = draws
         self.calls = 0
@@ -73,9 +83,16 @@ class Guard:
         """
         self.calls += 1
         replaced = self._replaced(inputs)
-        words = {**self.words, "parameters and buffers": "replaced"} if replaced else self.words
-        due = replaced or (self.check_every and self.calls % self.check_every == 0)
-        agreement.agree_to_run(self.mesh, {**words, **self._held(inputs)} if due else words)
+        words = {**self.words, "parameters and buffers": "replaced"} if replaced else dict(self.words)
+        due = bool(self.check_every) and self.calls % self.check_every == 0
+        if due or replaced:
+            words |= self._held(inputs)
+        values = self._digests(inputs, self.given) if due or _is_power_of_two(meetings_so_far(self.mesh)) else {}
+        if due:
+            words, values = {**words, **values}, {}
+        differing = agreement.agree_to_run(self.mesh, words, values)
+        if differing:
+            log.log(news_level(self.mesh), "the ranks were given other inputs:\n%s", differing)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks that this one failed while it ran: they may wait for it in a collective, or will.
@@ -114,8 +131,16 @@ class Guard:
 
     def _held(self, inputs: tuple[Any, ...]) -> dict[str, str]:
         """Return a hash of each parameter and buffer, and of the generators' states."""
-        found = {name: agreement.values_digest([inputs[number]]) for number, name in self.state.items()}
+        found = self._digests(inputs, self.state)
         return {**found, "generator state": generator_digest()} if self.draws else found
+
+    @staticmethod
+    def _digests(inputs: tuple[Any, ...], names: Mapping[int, str]) -> dict[str, str]:
+        return {name: agreement.values_digest([inputs[number]]) for number, name in names.items()}
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 1 and number & (number - 1) == 0
 
 
 def generator_digest() -> str:

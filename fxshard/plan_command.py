@@ -9,7 +9,6 @@ The model is built on the ``meta`` device where it can be, so its size does not 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +101,6 @@ def planned(args: argparse.Namespace) -> Plan:
     shape = args.input
     placements = None if args.split is None else [Shard(d) for d in split_dims(args.split, len(shape))]
     find_model(args.model)
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the error says it, too
     model = _build(args.model, args.command).train(not args.eval)
     image = torch.empty(shape, device=next((p.device for p in model.parameters()), torch.device("cpu")))
     return plan(

@@ -25,7 +25,7 @@ import torch
 
 from fxshard._torch import is_fx_symbolic_tracing
 from fxshard.dynamo import is_capturing, traceable_call, traceable_forward
-from fxshard.errors import CaptureError, FxShardError
+from fxshard.errors import CaptureError, FxShardError, shortened
 from fxshard.outer_hooks import within_hooks
 
 if TYPE_CHECKING:
@@ -129,7 +129,14 @@ def _opaque(net: torch.nn.Module, run: Call) -> Call:
         f"fxshard captures a transformed {type(net).__name__} whole, on its own: compile what is around it without "
         "fullgraph=True, or transform the module around it in its place"
     )
-    opaque: Call = torch.compiler.disable(run, reason=reason)
+
+    def briefly(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except FxShardError as error:
+            raise shortened(error)  # noqa: B904  its cause is told, or left out
+
+    opaque: Call = torch.compiler.disable(briefly, reason=reason)
     return opaque
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fxshard.errors import FxShardError
+from fxshard.errors import FxShardError, InternalError
 from fxshard.passes.apply_autocast import apply_autocast
 from fxshard.passes.bucket_gradients import bucket_gradients
 from fxshard.passes.capture import capture
@@ -32,7 +32,8 @@ def run_pass(function: Callable[..., fx.GraphModule], gm: fx.GraphModule, **opti
     """Run one pass, lint and recompile its result.
 
     Raises:
-        FxShardError: As the pass raised it, or one that names the pass and its cause.
+        FxShardError: As the pass raised it.
+        InternalError: It raised something else; with the name of the pass.
     """
     try:
         result = function(gm, **options)
@@ -42,7 +43,7 @@ def run_pass(function: Callable[..., fx.GraphModule], gm: fx.GraphModule, **opti
         raise
     except Exception as error:
         msg = f"pass {function.__name__!r} failed, a bug of fxshard: {type(error).__name__}: {error}"
-        raise FxShardError(msg) from error
+        raise InternalError(msg) from error
     return result
 
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from fxshard._torch import make_fx, unfunctionalized
 from fxshard.emitter import ORIGIN_KEYS, RECOMPUTE_KEYS
-from fxshard.errors import FxShardError
+from fxshard.errors import InternalError
 from fxshard.values import tensor_value
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _check(call: OpCall, results: Any) -> None:
         f"the program of {call.op} returns {_kinds(found)} in place of {_kinds(wanted)}, a bug of its rule in fxshard; "
         f"{call.node.format_node()}\n{call.node.meta.get('stack_trace', '').rstrip()}"
     )
-    raise FxShardError(msg)
+    raise InternalError(msg)
 
 
 def _kind(value: object) -> object:

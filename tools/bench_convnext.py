@@ -131,7 +131,7 @@ def start(alone: int | None) -> None:
     if alone:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=alone)
         agreement.agree = lambda *_: None  # there is nobody to agree with
-        agreement.agree_to_run = lambda *_: None
+        agreement.agree_to_run = lambda *_: ""
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.cuda.set_device(dist.get_rank())

@@ -186,7 +186,7 @@ def start(alone: int | None) -> None:
     if alone:
         dist.init_process_group("fake", store=FakeStore(), rank=alone // 2, world_size=alone)
         agreement.agree = lambda *_: None  # there is nobody to agree with
-        agreement.agree_to_run = lambda *_: None
+        agreement.agree_to_run = lambda *_: ""
         torch.cuda.set_device(0)
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl")

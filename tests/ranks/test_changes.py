@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
 
 from fxshard import _torch
 from fxshard.errors import FxShardError
@@ -255,3 +256,27 @@ def test_an_image_that_is_not_split_is_said(pool: RankPool, way: str) -> None:
     (line,), _ = pool.run(run_unsplit, way, ranks=RANKS)
     assert line.startswith("WARNING ")
     assert "; every rank runs all of it: dim 3 has 1 columns for 2 ranks, it is not split" in line
+
+
+# id: options of the transform, and the reason that is named
+MOSTLY_WHOLE: dict[str, tuple[dict[str, Any], str]] = {
+    "channels are split": ({"placements": [Shard(1)]}, "aten.conv2d"),
+    "a device for which nothing is worth it": ({"device": "h200"}, "cheaper whole on h200"),
+    "as asked": ({"placements": {"": [Shard(3)], "conv": Replicate()}}, "asked for: 'conv' runs whole"),
+}
+
+
+def run_mostly_whole(rank: int, options: dict[str, Any]) -> list[str]:
+    _, net = pair(Plain, "transform", RANKS, **options)
+    with logged() as lines:
+        net(image(1, 3, 8, 16))
+    return lines
+
+
+@pytest.mark.parametrize("name", MOSTLY_WHOLE)
+def test_maps_that_are_mostly_whole_are_said(pool: RankPool, name: str) -> None:
+    options, why = MOSTLY_WHOLE[name]
+    (line,), _ = pool.run(run_mostly_whole, options, ranks=RANKS)
+    assert line.startswith("WARNING ")
+    assert "; 100 % of the elements of its maps are whole on every rank, first because of " in line
+    assert why in line

@@ -1,4 +1,6 @@
-"""``check_every``: ranks that hold other parameters, buffers or generator states are told, and by name."""
+"""``check_every``: ranks that hold other parameters, buffers or generator states, or are given other images, are told.
+
+Images are compared at the second, fourth, eighth call, too, and said."""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from torch.distributed.tensor import Shard
 from fxshard.api import transform
 from fxshard.errors import PlanError, RankMismatchError
 from fxshard.workers import mesh
+from tests.ranks.training import logged
 
 if TYPE_CHECKING:
     from fxshard.workers import RankPool
@@ -66,6 +69,34 @@ def test_ranks_that_hold_the_same_go_on(pool: RankPool) -> None:
 
 def test_nothing_is_compared_unless_asked(pool: RankPool) -> None:
     assert pool.run(told, "parameter", 0, ranks=2) == [(0, "")] * 2
+
+
+def told_of_images(rank: int, check_every: int) -> tuple[int, str, list[str]]:
+    """Give rank 1 another image after the first call; return which call raises what, and the log."""
+    torch.compiler.reset()
+    net = transform(build(), mesh=mesh((2,)), placements=[Shard(3)], inner_backend="eager", check_every=check_every)
+    with logged() as lines:
+        for call in range(1, 10):
+            try:
+                net(torch.full((2, 3, 6, 10), 1.0 + (rank if call > 1 else 0)))
+            except RankMismatchError as error:
+                return call, str(error), lines
+    return 0, "", [line for line in lines if line.startswith("WARNING")]
+
+
+def test_other_images_in_a_later_step_are_said_by_the_first_rank(pool: RankPool) -> None:
+    (call, _, lines), (other_call, _, silence) = pool.run(told_of_images, 0, ranks=2)
+    assert (call, other_call, silence) == (0, 0, [])
+    assert 1 <= len(lines) <= 4  # of eight calls, and the compilation
+    assert all("the ranks were given other inputs:\n  input args[0]: rank 0 has " in line for line in lines)
+    assert all("the same batch" in line for line in lines)
+
+
+def test_other_images_are_an_error_where_a_check_is_asked_for(pool: RankPool) -> None:
+    for call, text, _ in pool.run(told_of_images, EVERY, ranks=2):
+        assert call == EVERY
+        assert "the ranks disagree:\n  input args[0]: rank 0 has " in text
+        assert 'inputs="local"' in text
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, True, None])
