@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -48,7 +48,8 @@ def a_plan() -> None:
 
 
 def an_unknown_option() -> None:
-    compiled = torch.compile(nn.Conv2d(3, 4, 3), backend="fxshard", options={"placement": [Shard(3)]})
+    options: dict[str, Any] = {"placement": [Shard(3)]}
+    compiled = torch.compile(nn.Conv2d(3, 4, 3), backend="fxshard", options=options)
     compiled(torch.ones(1, 3, 8, 8))
 
 
