@@ -90,6 +90,7 @@ __all__ = [
     "make_fx",
     "partitioned",
     "preserve_node_meta",
+    "recomputed_behind_collectives",
     "register_inductor_decomposition",
     "set_data",
     "set_grad_enabled",
@@ -267,6 +268,18 @@ def cache_key_tagged(tag: str) -> Iterator[None]:
         cache_key_tag=f"{config.cache_key_tag}{tag}"
     ):
         yield
+
+
+def recomputed_behind_collectives() -> AbstractContextManager[None]:
+    """Return a context in which a partitioner may recompute what is read again behind a kernel that nothing joins.
+
+    By default such a value is kept.  In a batch norm, the collective of the statistics is such a kernel: ``x - mean``,
+    in single precision, was kept beside ``x`` in half precision.
+    """
+    from torch._functorch import config  # noqa: PLC0415
+
+    patch: AbstractContextManager[None] = config.patch(ban_recompute_used_far_apart=False)
+    return patch
 
 
 def dead_draws_kept() -> AbstractContextManager[None]:

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fxshard._torch import Partitioned, partitioned
 from fxshard.errors import PlanError
 from fxshard.passes.capture import KEY, Captured
-from fxshard.passes.lower import register_decompositions, without_autocast
+from fxshard.passes.lower import partition_rules, register_decompositions, without_autocast
 from fxshard.passes.outline import copied
 from fxshard.passes.pipeline import executable
 from fxshard.provenance import module_path
@@ -129,7 +129,7 @@ def predict_memory(planned: fx.GraphModule, local: fx.GraphModule, config: Confi
         _leaf(v, needs and captured.grad_enabled) for v, needs in zip(inputs, captured.requires_grad, strict=True)
     ]
     runs = executable(copied(local), config=config)
-    with without_autocast():
+    with without_autocast(), partition_rules(local):
         graphs = partitioned(runs, leaves, config.inner_backend)
     sizes = [_nbytes(v) for v in inputs]
     state = sum(size for size, is_state in zip(sizes, captured.is_state, strict=True) if is_state)

@@ -8,20 +8,27 @@ version never runs.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard._torch import cache_key_tagged, dead_draws_kept, lookup_backend, register_inductor_decomposition
+from fxshard._torch import (
+    cache_key_tagged,
+    dead_draws_kept,
+    lookup_backend,
+    recomputed_behind_collectives,
+    register_inductor_decomposition,
+)
 from fxshard.errors import PlanError
 from fxshard.meeting import digest
 from fxshard.ops.lowering import LOWERINGS, lowering_hash
-from fxshard.provenance import all_nodes
+from fxshard.provenance import all_nodes, is_communication
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import fx
 
@@ -62,6 +69,15 @@ def cache_tag(local: fx.GraphModule) -> str:
     return f"fxshard-{lowering_hash()}-{digest(recomputed)}"
 
 
+def partition_rules(local: fx.GraphModule) -> AbstractContextManager[object]:
+    """Return a context in which a partitioner keeps no more for the backward than it does on one device.
+
+    Args:
+        local: One rank's local graph; one without communication is partitioned as always.
+    """
+    return recomputed_behind_collectives() if any(map(is_communication, all_nodes(local))) else nullcontext()
+
+
 def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> Callable[..., Any]:
     """Compile a rewritten graph with the inner backend.
 
@@ -86,7 +102,7 @@ def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Confi
     if config.inner_backend == "inductor":
         register_decompositions()
     ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-    with without_autocast(), cache_key_tagged(cache_tag(local)), dead_draws_kept():
+    with without_autocast(), cache_key_tagged(cache_tag(local)), dead_draws_kept(), partition_rules(local):
         compiled = backend(local, list(example_inputs))
     if not ambient:
         return compiled

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import fxshard
@@ -40,6 +40,36 @@ def test_what_is_kept_is_split_and_what_is_replicated_is_not(ranks: int, backend
     assert found.input_bytes == 2 * 3 * 6 * 8 * DOUBLE
     own_slice = 3 * pixels if ranks > 1 else 0  # on one rank it is the input itself
     assert found.saved_bytes == (own_slice + 4 * pixels) * DOUBLE
+
+
+class Normed(nn.Module):
+    """Convolutions with batch norms, as most networks have them."""
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.dtype = dtype
+        blocks = ((nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(3))
+        self.body = nn.Sequential(*(module for block in blocks for module in block))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+            y: Tensor = self.body(x)
+            return y
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_batch_norm_keeps_a_part_and_no_difference_from_the_mean_beside_it(
+    ranks: int, dtype: torch.dtype | None
+) -> None:
+    image = torch.empty(4, 16, 64, 256)
+
+    def kept(ranks: int) -> int:
+        return fxshard.plan(Normed(dtype), image, world_size=ranks, placements=[Shard(3)]).memory.saved_bytes
+
+    halos = 3 * 4 * 16 * 64 * 2 * 4  # two columns of the input of each convolution
+    own_slice = image.numel() * image.element_size() / ranks  # one rank keeps none: it has the input itself
+    assert kept(ranks) <= kept(1) / ranks + own_slice + halos
 
 
 def test_the_peak_is_where_most_is_alive() -> None:
