@@ -99,7 +99,7 @@ def _vertex(node: NodeReport, label: str) -> str:
     lines = [label if label == node.name else f"{label} ({node.name})"]
     lines.append(f"{sizes_text(node.shape) or sizes_text(node.local_shape)} {node.layout}".strip())
     for way, part in (("forward", node.sent.forward), ("backward", node.sent.backward)):
-        lines += [f"{way} {kind}: {t.messages} messages, {bytes_text(t.bytes)}" for kind, t in part.items()]
+        lines += [f"{way} {kind}: {t.messages} {t.noun}, {bytes_text(t.bytes)}" for kind, t in part.items()]
     kind = kind_of_node(node)
     shape = ", shape=hexagon" if kind is Kind.COMMUNICATION else ""
     borders = ", peripheries=2" if node.reason else ""
