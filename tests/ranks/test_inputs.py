@@ -251,11 +251,16 @@ def test_placements_split_or_are_refused(pool: RankPool, name: str) -> None:
 
 
 OUTSIDE = r"rank \d is not in the mesh of ranks \[1, 2\]; transform the model on those ranks only"
+ALONE = (
+    r"rank \d is not in the mesh of ranks \[0\]; transform the model on those ranks only, or with a mesh of all: "
+    r"init_device_mesh\('cpu', \(4,\)\)"
+)
 DESCENDING = r"the ranks \[3, 2, 1, 0\] of the mesh do not ascend .*; use \[0, 1, 2, 3\] in the shape \(4,\)"
 ELSEWHERE = "the mesh is one of 'cuda' devices, elsewhere are conv.weight on cpu, conv.bias on cpu, .*; move the model"
 # id: the mesh, and what each of four ranks is told
 MESHES: dict[str, tuple[Callable[[], Any], tuple[str, str, str, str]]] = {
     "of some ranks": (lambda: DeviceMesh("cpu", [1, 2]), (OUTSIDE, "", "", OUTSIDE)),
+    "of one rank": (lambda: init_device_mesh("cpu", (1,)), ("", *(ALONE,) * 3)),
     "of descending ranks": (lambda: DeviceMesh("cpu", [3, 2, 1, 0]), (DESCENDING,) * 4),
     "of another device": (lambda: DeviceMesh("cuda", [0, 1, 2, 3]), (ELSEWHERE,) * 4),
     "of three axes": (lambda: init_device_mesh("cpu", (1, 4, 1)), ("",) * 4),
