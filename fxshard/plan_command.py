@@ -34,9 +34,9 @@ def add_what_is_split(parser: argparse.ArgumentParser) -> None:
         type=model_input,
         action="append",
         required=True,
-        metavar="SHAPE[:DTYPE]",
+        metavar="SHAPE",
         help="shape of the whole batch, such as 7x3x512x8192; again for each further argument of the model's forward, "
-        "with its type where that is not float32: 7x20:int64",
+        "with its type behind a colon where that is not float32: 7x20:int64",
     )
     ranks = parser.add_mutually_exclusive_group(required=True)
     ranks.add_argument("--world-size", type=positive, help="ranks, on one mesh axis")
