@@ -73,6 +73,15 @@ def transform(  # noqa: PLR0913  options, by keyword
     numbers of each batch norm; an all-reduce of the parameters' gradients, in buckets; and whatever the plan gathers.
     With one rank the model runs as ``torch.compile`` with ``inner_backend`` runs it, with eager mode's draws.
 
+    **What to save.**  ``state_dict()`` of the result, or of ``model``, with which it shares its parameters, and of the
+    optimizer, on one rank: they are the same on all.  Where the model draws (dropout), also the generator's state,
+    ``torch.get_rng_state()`` and on GPUs ``torch.cuda.get_rng_state()``.  With all of it loaded on every rank, a
+    training goes on as if it had not ended, on as many ranks as before, on fewer, or on one device without fxshard.
+
+    **When sizes change.**  Each size of the inputs is compiled once, when it comes first, and kept: up to 64 for one
+    transformed model, modes and sets of frozen parameters counted.  One more is an error.  The log says each with its
+    number, from the fifth on as a warning: pad to a few sizes, or train on crops of one.
+
     **What can go wrong.**  What cannot be done is an error that says what to change.  One mistake nobody can see: with
     ``outputs="local"`` each rank's gradients are a term of a sum over the ranks, so its loss has to be its term of the
     whole loss.  The mean over its own part is none, and gives wrong gradients without an error::

@@ -69,6 +69,9 @@ class Worst:
     error: float = 0.0
     where: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.error:.1e}" if self.where else "-"
+
 
 @dataclass(frozen=True)
 class Mismatch:
@@ -115,7 +118,7 @@ class Difference:
 
     def __str__(self) -> str:
         lines = [f"{'kind':<20}{'worst error':>12}  tensor"]
-        lines += [f"{kind:<20}{worst.error:>12.1e}  {worst.where}".rstrip() for kind, worst in self.worst.items()]
+        lines += [f"{kind:<20}{worst!s:>12}  {worst.where}".rstrip() for kind, worst in self.worst.items()]
         lines += [f"mismatch  {mismatch}" for mismatch in self.mismatches]
         lines += [f"note      {note}" for note in self.strides]
         return "\n".join(lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxshard.plan_command import positive
+from fxshard.model_inputs import positive
 
 if TYPE_CHECKING:
     import argparse

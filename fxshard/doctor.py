@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import fxshard
 from fxshard.errors import FxShardError
+from fxshard.optional import pip_command
 from fxshard.verification import verify
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ OPTIONAL = {
     "torchvision": "models named torchvision:...",
     "skimage": "the demo's photographs (scikit-image)",
     "rich": "the demo's progress bar",
-    "pydot": "plan.save('x.dot')",
+    "shtab": "fxshard completion",
 }
 
 
@@ -125,7 +126,7 @@ def packages() -> Iterator[Finding]:
     """Yield the optional packages."""
     for name, use in OPTIONAL.items():
         found = find_spec(name) is not None
-        yield Finding(name, "ok" if found else "warning", use if found else f"missing: {use}")
+        yield Finding(name, "ok" if found else "warning", use if found else f"missing: {use}; {pip_command(name)}")
 
 
 def ranks() -> Iterator[Finding]:

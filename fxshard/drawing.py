@@ -53,6 +53,10 @@ _MEANINGS = {
     Kind.COMMUNICATION: "communication",
     Kind.OTHER: "part of a value, or no tensor",
 }
+ORDER_MEANING = "dashed: the order of random draws, no value"
+"""One line for a legend, of the edges of :attr:`Drawing.order`."""
+RANDOM, TOKEN = "fxshard.random.default", ("int8", (0,))
+"""The operator that draws, and what it hands to the next draw beside its value (:mod:`fxshard.ops.random`)."""
 ALIKE = 5
 """So many nodes in a row that call the same operator are one box."""
 
@@ -147,6 +151,14 @@ class Drawing:
         )
 
     @cached_property
+    def order(self) -> frozenset[tuple[str, str]]:
+        """Those of the edges that put random draws into their order, and carry no value."""
+        drawn = {node.name for node in self.report.nodes if node.op == RANDOM}
+        made = (n for n in self.report.nodes if n.op == "getitem" and drawn.issuperset(n.inputs))
+        tokens = {n.name for n in made if (n.dtype, n.local_shape) == TOKEN}
+        return frozenset(edge for edge in self.edges if not tokens.isdisjoint(edge))
+
+    @cached_property
     def _state_and_copies(self) -> set[str]:
         """Return parameters and buffers, their copies where a local graph begins, and what writes them at its end."""
         state = {node.name for node in self.report.nodes if node.is_state}
@@ -159,7 +171,8 @@ class Drawing:
     def _readers(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
         for source, reader in self.edges:
-            found.setdefault(source, []).append(reader)
+            if (source, reader) not in self.order:
+                found.setdefault(source, []).append(reader)
         return found
 
     def result(self, box: Box) -> NodeReport | None:

@@ -31,6 +31,7 @@ from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError, shortened
 from fxshard.memory import Memory, predict_memory
+from fxshard.near_names import near_modules
 from fxshard.options import check_choices, placements_of, split_dims_of
 from fxshard.passes.config import Config
 from fxshard.passes.pipeline import localized
@@ -97,7 +98,7 @@ class Plan:
         lines += ["", "in all"]
         for way, part in (("forward", self.report.total.forward), ("backward", self.report.total.backward)):
             lines += [
-                f"  {way:<9} {kind:<13}{sent.messages:>6} messages {size_or_dash(sent.bytes):>11}"
+                f"  {way:<9} {kind:<13}{sent.messages:>6} {sent.noun:<8} {size_or_dash(sent.bytes):>11}"
                 for kind, sent in part.items()
             ]
         lines += ["", *self._gathers(), *self._time()]
@@ -115,11 +116,11 @@ class Plan:
         if self.device is None:
             return []
         rank, alone = self.step_s
-        ranks = math.prod(self.report.mesh_shape)
-        times = f"{1e3 * rank:.2f} ms, {alone / rank:.2f} times as fast as one alone"
+        efficiency = alone / rank / math.prod(self.report.mesh_shape)
+        times = f"{1e3 * rank:.2f} ms, {alone / rank:.2f} times as fast as one device alone"
         return [
             "",
-            f"estimated step on {self.device.name}: {times} ({100 * alone / rank / ranks:.0f} % of {ranks} times)",
+            f"estimated step on {self.device.name}: {times}: an efficiency of {100 * efficiency:.0f} %",
             "an estimate from a table of devices, not a measurement",
         ]
 
@@ -160,9 +161,9 @@ class Plan:
         nodes = [n for n in self.report.nodes if n.name == name]
         nodes = nodes or [n for n in self.report.nodes if n.module == name or n.module.startswith(f"{name}.")]
         if not nodes:
-            known = sorted({n.module for n in self.report.nodes if n.module})
-            msg = f"the plan has no node and no module {name!r}; modules are {', '.join(known[:20])}, ..."
-            raise PlanError(msg)
+            msg = f"the plan has no node and no module {name!r}"
+            names = [n.name for n in self.report.nodes if not n.is_state]
+            raise PlanError(msg + near_modules(name, [n.module for n in self.report.nodes], names))
         return "\n".join(line for node in nodes for line in explained(node))
 
     def diff(self, other: Plan) -> str:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from fxshard.drawing import Call, Kind, Leaf, calls_in, kind_of_node, readable
+from fxshard.drawing import ORDER_MEANING, Call, Kind, Leaf, calls_in, kind_of_node, readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -66,6 +66,8 @@ def _content(drawing: Drawing) -> dict[str, Any]:
         for call in calls_in(drawing.boxes)
     ]
     content["edges"] = drawing.edges
+    content["order"] = sorted(drawing.order)
+    content["order_meaning"] = ORDER_MEANING
     content["meanings"] = {kind: kind.meaning for kind in Kind}
     content["memory"] = drawing.memory and dataclasses.asdict(drawing.memory)
     return content

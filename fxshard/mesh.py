@@ -5,6 +5,7 @@ The default mesh is all ranks of the default process group, started from torchru
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -20,6 +21,7 @@ from fxshard.errors import PlanError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+log = logging.getLogger("fxshard")
 AXIS = "spatial"
 _summing: list[str] = []
 """The name of the process group that was made for gradient sums."""
@@ -42,6 +44,8 @@ def default_mesh() -> DeviceMesh:
 def check_mesh(mesh: DeviceMesh) -> None:
     """Check that a mesh says who this rank is, in the order in which its process groups number their ranks.
 
+    One rank of a job of several may be meant to have images of its own, so a mesh of it alone is a warning only.
+
     Raises:
         PlanError: This rank is not in it, or twice, or the ranks along an axis do not ascend.
     """
@@ -50,7 +54,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
         msg = f"the mesh {mesh} has a rank more than once; give each rank one place"
         raise PlanError(msg)
     if mesh.get_coordinate() is None:
-        msg = f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}; transform the model on those ranks only"
+        msg = f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}; transform the model on those ranks only, "
+        msg += f"or with a mesh of all: {_of_all(mesh.device_type)}"
         raise PlanError(msg)
     if not _ascends(ranks, tuple(mesh.mesh.shape)):
         msg = (
@@ -58,6 +63,18 @@ def check_mesh(mesh: DeviceMesh) -> None:
             f"a rank would take another's part; use {sorted(ranks)} in the shape {tuple(mesh.mesh.shape)}"
         )
         raise PlanError(msg)
+    if len(ranks) == 1 and dist.is_initialized() and dist.get_world_size() > 1:
+        _warn_alone(ranks[0], mesh.device_type)
+
+
+@functools.cache  # once for each mesh, not for each compilation
+def _warn_alone(rank: int, device: str) -> None:
+    text = "the mesh has 1 rank of %d: rank %d runs the whole model alone, and nothing is split; a mesh of all is %s"
+    log.warning(text, dist.get_world_size(), rank, _of_all(device))
+
+
+def _of_all(device: str) -> str:
+    return f"init_device_mesh({device!r}, ({dist.get_world_size()},))"
 
 
 def _ascends(ranks: Sequence[int], shape: tuple[int, ...]) -> bool:

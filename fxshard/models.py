@@ -5,7 +5,6 @@ A name without a colon is timm's.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
@@ -15,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fxshard.errors import FxShardError
+from fxshard.near_names import near
 from fxshard.optional import load
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 
 class UnknownModelError(FxShardError):
@@ -94,22 +94,17 @@ def _timm_with(model: str) -> Any:
         names = timm.list_models()
         family = re.match("[a-z]*", model.lower())
         pattern = f"*{family.group()}*" if family and any(family.group() in name for name in names) else "*"
-        msg = f"timm has no model {model!r}{_near(model, names)}; timm.list_models({pattern!r}) lists names"
+        msg = f"timm has no model {model!r}{near(model, names)}; timm.list_models({pattern!r}) lists names"
         raise UnknownModelError(msg)
     return timm
-
-
-def _near(model: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(model, names, n=3)
-    return f"; near it are {', '.join(found)}" if found else ""
 
 
 def _torchvision_factory(model: str) -> Callable[..., object]:
     models = load("torchvision.models")
     names = models.list_models(module=models)
     if model not in names:
-        near = _near(model, names)
-        msg = f"torchvision has no classification model {model!r}{near}; torchvision.models.list_models() lists names"
+        like = near(model, names)
+        msg = f"torchvision has no classification model {model!r}{like}; torchvision.models.list_models() lists names"
         raise UnknownModelError(msg)
     factory: Callable[..., object] = models.get_model_builder(model)
     return factory

@@ -28,11 +28,24 @@ def require(*names: str) -> None:
     Example:
         >>> require("torch")
     """
-    missing = [DISTRIBUTIONS.get(name, name) for name in names if find_spec(name) is None]
+    missing = [name for name in names if find_spec(name) is None]
     if missing:
         what = "a package that is" if len(missing) == 1 else "packages that are"
-        msg = f"this needs {what} not installed; run: pip install {' '.join(missing)}"
+        msg = f"this needs {what} not installed; run: {pip_command(*missing)}"
         raise MissingPackageError(msg)
+
+
+def pip_command(*names: str) -> str:
+    """Return the command that installs packages.
+
+    Args:
+        names: As they are imported.
+
+    Example:
+        >>> pip_command("skimage", "timm")
+        'pip install scikit-image timm'
+    """
+    return f"pip install {' '.join(DISTRIBUTIONS.get(name, name) for name in names)}"
 
 
 def load(name: str) -> Any:

@@ -118,7 +118,7 @@ def split_dims_of(placements: Sequence[Placement], axes: int) -> tuple[int, ...]
         msg = f"placements={placements!r} is no list; give one for each mesh axis, such as [Shard(3)]"
         raise PlanError(msg)
     if len(placements) != axes:
-        msg = f"{len(placements)} placements for a mesh of {axes} axes; give one for each axis"
+        msg = f"mesh axes: {axes}, placements: {len(placements)}; give one for each axis"
         raise PlanError(msg)
     dims = []
     for placement in placements:

@@ -8,58 +8,35 @@ The model is built on the ``meta`` device where it can be, so its size does not 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fxshard.errors import PlanError
+from fxshard.model_inputs import check_call, model_input, positive, sizes, split_dims
 
 if TYPE_CHECKING:
+    import argparse
+
     from torch import nn
 
     from fxshard.dry_run import Plan
 
-AXES = {3: "L", 4: "HW", 5: "DHW"}
-"""The letters of the spatial dimensions, by the number of dimensions of an input."""
 ENDINGS = ".txt .json .dot .graphml .svg .html .py"
 """Of the files that a plan is saved as."""
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes of ``7x3x512x8192``.
-
-    Raises:
-        argparse.ArgumentTypeError: Something between the ``x`` is no size >= 1.
-    """
-    parts = text.lower().split("x")
-    if not all(part.isdigit() for part in parts):
-        msg = f"{text!r} is not of the form 7x3x512x8192"
-        raise argparse.ArgumentTypeError(msg)
-    return tuple(positive(part) for part in parts)
-
-
-def positive(text: str) -> int:
-    """Return the number, >= 1.
-
-    Raises:
-        argparse.ArgumentTypeError: It is less, or none.
-    """
-    try:
-        value = int(text)
-    except ValueError as error:
-        msg = f"invalid number: {text!r}"
-        raise argparse.ArgumentTypeError(msg) from error
-    if value < 1:
-        msg = f"must be at least 1, got {value}"
-        raise argparse.ArgumentTypeError(msg)
-    return value
 
 
 def add_what_is_split(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say which model is split how."""
     parser.add_argument("model", help="timm:NAME, torchvision:NAME or module:factory")
-    parser.add_argument("--input", type=sizes, required=True, help="shape of the whole batch, such as 7x3x512x8192")
+    parser.add_argument(
+        "--input",
+        type=model_input,
+        action="append",
+        required=True,
+        metavar="SHAPE",
+        help="shape of the whole batch, such as 7x3x512x8192; again for each further argument of the model's forward, "
+        "with its type behind a colon where that is not float32: 7x20:int64",
+    )
     ranks = parser.add_mutually_exclusive_group(required=True)
     ranks.add_argument("--world-size", type=positive, help="ranks, on one mesh axis")
     ranks.add_argument("--mesh", type=sizes, help="ranks on each mesh axis, such as 2x4")
@@ -98,14 +75,15 @@ def planned(args: argparse.Namespace) -> Plan:
     from fxshard.dry_run import plan
     from fxshard.models import find_model
 
-    shape = args.input
-    placements = None if args.split is None else [Shard(d) for d in split_dims(args.split, len(shape))]
+    axes = len(args.mesh or (args.world_size,))
+    placements = None if args.split is None else [Shard(d) for d in split_dims(args.split, args.input, axes)]
     find_model(args.model)
     model = _build(args.model, args.command).train(not args.eval)
-    image = torch.empty(shape, device=next((p.device for p in model.parameters()), torch.device("cpu")))
+    check_call(model, args.input)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return plan(
         model,
-        image,
+        [given.empty(device) for given in args.input],
         placements=placements,
         training=not args.eval,
         inner_backend=args.inner_backend,
@@ -139,24 +117,6 @@ def run(args: argparse.Namespace) -> int:
     for path in args.save:
         print(f"wrote {found.save(path, title=args.model)}")
     return 0
-
-
-def split_dims(letters: str, ndim: int) -> list[int]:
-    """Return the dimensions of an input of ``ndim`` dimensions that the letters name.
-
-    Raises:
-        PlanError: One of them it does not have.
-
-    Example:
-        >>> split_dims("HW", 4), split_dims("HxW", 4), split_dims("D", 5)
-        ([2, 3], [2, 3], [2])
-    """
-    known, asked = AXES.get(ndim, ""), letters.upper().replace("X", "")
-    if not asked or any(letter not in known for letter in asked):
-        several = f", and {known[-2:]} for two mesh axes" if len(known) > 1 else ""
-        msg = f"--split {letters}: an input of {ndim} dimensions has {' '.join(known) or 'no spatial one'}{several}"
-        raise PlanError(msg)
-    return [known.index(letter) + 2 for letter in asked]
 
 
 def _build(name: str, command: str) -> nn.Module:

@@ -4,7 +4,7 @@ In DOT a module's call is a cluster and parameters are left out; in the others e
 
     node    label "conv2d\n1x8x16x64 [S(3; 0,32,64)]"    coloured by layout, double border where something is gathered,
                                                          a hexagon where it only communicates
-    edge    from who makes a value to who uses it
+    edge    from who makes a value to who uses it; dashed in DOT where it only puts random draws into their order
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import networkx as nx
 
-from fxshard.drawing import Call, Kind, bytes_text, kind_of_node, sizes_text
+from fxshard.drawing import ORDER_MEANING, Call, Kind, bytes_text, kind_of_node, sizes_text
 from fxshard.html_file import page
 from fxshard.svg_file import svg
 
@@ -75,10 +75,12 @@ def json(drawing: Drawing) -> str:
 
 def dot(drawing: Drawing) -> str:
     """Return the graph in Graphviz' language, with a cluster for each module."""
-    lines = ["digraph plan {", f"  label={_quoted(f'{drawing.title}, {drawing.caption}')}", "  labelloc=t"]
+    label = _quoted(f"{drawing.title}, {drawing.caption}", ORDER_MEANING if drawing.order else "")
+    lines = ["digraph plan {", f"  label={label}", "  labelloc=t"]
     lines.append('  node [shape=box, style=filled, fontname="Helvetica"]')
     lines += _boxes(drawing.boxes, "  ")
-    lines += [f"  {_quoted(a)} -> {_quoted(b)}" for a, b in drawing.edges]
+    dashed = dict.fromkeys(drawing.order, " [style=dashed]")
+    lines += [f"  {_quoted(a)} -> {_quoted(b)}{dashed.get((a, b), '')}" for a, b in drawing.edges]
     return "\n".join([*lines, "}"])
 
 
@@ -97,7 +99,7 @@ def _vertex(node: NodeReport, label: str) -> str:
     lines = [label if label == node.name else f"{label} ({node.name})"]
     lines.append(f"{sizes_text(node.shape) or sizes_text(node.local_shape)} {node.layout}".strip())
     for way, part in (("forward", node.sent.forward), ("backward", node.sent.backward)):
-        lines += [f"{way} {kind}: {t.messages} messages, {bytes_text(t.bytes)}" for kind, t in part.items()]
+        lines += [f"{way} {kind}: {t.messages} {t.noun}, {bytes_text(t.bytes)}" for kind, t in part.items()]
     kind = kind_of_node(node)
     shape = ", shape=hexagon" if kind is Kind.COMMUNICATION else ""
     borders = ", peripheries=2" if node.reason else ""

@@ -65,7 +65,7 @@ def explained(node: NodeReport) -> list[str]:
     if node.source:
         lines.append(f"    at {node.source}")
     for way, part in (("forward", node.sent.forward), ("backward", node.sent.backward)):
-        lines += [f"    {way} {kind}: {t.messages} messages, {t.bytes:,} bytes" for kind, t in part.items()]
+        lines += [f"    {way} {kind}: {t.messages} {t.noun}, {t.bytes:,} bytes" for kind, t in part.items()]
     if node.reason:
         lines.append(f"    {'not split' if node.op == 'placeholder' else 'gathered'}: {node.reason}")
     return lines

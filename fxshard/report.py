@@ -166,9 +166,8 @@ class PlanReport:
     def __str__(self) -> str:
         lines = [f"rank {self.coords} of mesh {self.mesh_shape}: {len(self.nodes)} nodes"]
         for name, part in (("forward", self.total.forward), ("backward", self.total.backward)):
-            lines += [
-                f"{name:<9}{k:<13}{part[k].messages:>5} messages {part[k].bytes:>13,} bytes" for k in KINDS if k in part
-            ]
+            sent = {k: part[k] for k in KINDS if k in part}
+            lines += [f"{name:<9}{k:<13}{t.messages:>5} {t.noun:<8} {t.bytes:>13,} bytes" for k, t in sent.items()]
         lines += [f"gathered or not split at {count} nodes: {reason}" for reason, count in self.reasons.items()]
         return "\n".join(lines)
 

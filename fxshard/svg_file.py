@@ -10,7 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from fxshard.drawing import Call, Drawing, Kind, bytes_text, kind_of_node, readable, sent_by, sizes_text
+from fxshard.drawing import (
+    ORDER_MEANING,
+    Call,
+    Drawing,
+    Kind,
+    bytes_text,
+    kind_of_node,
+    readable,
+    sent_by,
+    sizes_text,
+)
 from fxshard.memory import size_text
 from fxshard.svg_rows import LINE, Rows, memory_line, place
 from fxshard.svg_style import STYLE
@@ -25,7 +35,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 48
 """A larger model is drawn module by module, open as deep as this allows."""
-TOP, FOOT, MARGIN = 148, 64, 28
+TOP, FOOT, MARGIN = 160, 64, 28
 LANE, INDENT, BOXES = 14, 12, 360
 """The distance of lanes and of nested modules, and the width of the column of boxes."""
 COLUMNS = {"value": 200, "forward": 196, "backward": 216}
@@ -107,6 +117,9 @@ class _Page:
             self.sign(self.root, kind, x, 83)
             self.add("text", text=kind.meaning, cls="small", x=x + 24, y=95)
             x += 24 + round(5.9 * len(kind.meaning)) + 22
+        if self.drawing.order:
+            self.add("path", self.add("g", cls="edges"), cls="edge order", d=f"M{MARGIN} 110H{MARGIN + 16}")
+            self.add("text", text=ORDER_MEANING, cls="small", x=MARGIN + 24, y=114)
 
     def sign(self, parent: Element, kind: Kind, x: int, y: int) -> None:
         """Add the sign of a kind, 16 by 16."""
@@ -172,19 +185,21 @@ class _Page:
         x = self.left + BOXES / 2
         for source, reader in sorted(self.rows.edges):
             if reader == source + 1:
-                self._arrow(group, f"M{x} {rows[source].bottom}V{rows[reader].top}", f"{x} {rows[reader].top}", 90)
+                path, tip = f"M{x} {rows[source].bottom}V{rows[reader].top}", f"{x} {rows[reader].top}"
+                self._arrow(group, path, tip, 90, is_order=(source, reader) in self.rows.order)
         for skip in self.rows.skips():
             for reader in skip.readers:
-                self._skip(group, self.left - LANE * (skip.lane + 1), rows[skip.source], rows[reader])
+                lane = self.left - LANE * (skip.lane + 1)
+                self._skip(group, lane, rows[skip.source], rows[reader], is_order=skip.is_order)
 
-    def _skip(self, group: Element, lane: int, source: Row, reader: Row) -> None:
+    def _skip(self, group: Element, lane: int, source: Row, reader: Row, *, is_order: bool) -> None:
         start, end = source.middle + 6, reader.middle - 6
         left, inside = self.left + INDENT * source.depth, self.left + INDENT * reader.depth
         down = f"Q{lane} {start} {lane} {start + 6}V{end - 6}Q{lane} {end} {lane + 6} {end}"
-        self._arrow(group, f"M{left} {start}H{lane + 6}{down}H{inside}", f"{inside} {end}", 0)
+        self._arrow(group, f"M{left} {start}H{lane + 6}{down}H{inside}", f"{inside} {end}", 0, is_order=is_order)
 
-    def _arrow(self, group: Element, path: str, tip: str, turn: int) -> None:
-        self.add("path", group, cls="edge", d=path)
+    def _arrow(self, group: Element, path: str, tip: str, turn: int, *, is_order: bool) -> None:
+        self.add("path", group, cls="edge order" if is_order else "edge", d=path)
         self.add("path", group, cls="tip", d="M0 0L-7 -3.5V3.5Z", transform=f"translate({tip}) rotate({turn})")
 
     def chart(self, memory: Memory) -> None:

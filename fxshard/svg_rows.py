@@ -8,7 +8,8 @@
        '------->[ decoder            ]
 
 The boxes that are seen make a graph (:func:`networkx.quotient_graph` in effect); an edge to the next row is drawn
-straight, the others run in lanes beside the rows.  Two that overlap need different lanes: a colouring.
+straight, the others run in lanes beside the rows.  Two that overlap need different lanes: a colouring.  What only puts
+random draws into their order has lanes of its own.
 """
 
 from __future__ import annotations
@@ -84,11 +85,13 @@ class Skip:
         source: The index of the row that makes it.
         readers: Those of the rows that read it.
         lane: In which it runs; 0 is next to the boxes.
+        is_order: Whether it is no value, but the order of random draws.
     """
 
     source: int
     readers: tuple[int, ...]
     lane: int
+    is_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,22 +102,24 @@ class Rows:
         rows: In program order.
         frames: Open modules, each before those in it.
         edges: Who reads whom, by the indices of rows.
+        order: Those of the edges that only put random draws into their order.
         bottom: Where the last ends.
     """
 
     rows: tuple[Row, ...]
     frames: tuple[Frame, ...]
     edges: frozenset[tuple[int, int]]
+    order: frozenset[tuple[int, int]]
     bottom: int
 
     def skips(self) -> tuple[Skip, ...]:
         """Return the values that skip rows; those that overlap are in different lanes, short ones next to the boxes."""
-        readers: dict[int, list[int]] = {}
+        readers: dict[tuple[int, bool], list[int]] = {}
         for source, reader in sorted(self.edges):
             if reader > source + 1:
-                readers.setdefault(source, []).append(reader)
-        spans = {source: (source, found[-1]) for source, found in readers.items()}
-        overlaps: nx.Graph[int] = nx.Graph()
+                readers.setdefault((source, (source, reader) in self.order), []).append(reader)
+        spans = {skip: (skip[0], found[-1]) for skip, found in readers.items()}
+        overlaps: nx.Graph[tuple[int, bool]] = nx.Graph()
         overlaps.add_nodes_from(spans)
         overlaps.add_edges_from(
             (a, b)
@@ -123,7 +128,7 @@ class Rows:
             if a < b and max(spans[a][0], spans[b][0]) <= min(spans[a][1], spans[b][1])
         )
         lanes = nx.greedy_color(overlaps, strategy=lambda *_: sorted(spans, key=lambda s: spans[s][1] - spans[s][0]))
-        return tuple(Skip(source, tuple(found), lanes[source]) for source, found in readers.items())
+        return tuple(Skip(skip[0], tuple(found), lanes[skip], skip[1]) for skip, found in readers.items())
 
 
 def place(drawing: Drawing, opened: frozenset[str], top: int) -> Rows:
@@ -145,8 +150,10 @@ def place(drawing: Drawing, opened: frozenset[str], top: int) -> Rows:
 
     bottom = put(drawing.boxes, 0, top)
     row_of = {node.name: i for i, row in enumerate(rows) for node in row.box.nodes}
-    pairs = ((row_of[source], row_of[reader]) for source, reader in drawing.edges)
-    return Rows(tuple(rows), tuple(frames), frozenset((a, b) for a, b in pairs if a < b), bottom)
+    pairs = {edge: (row_of[edge[0]], row_of[edge[1]]) for edge in drawing.edges}
+    edges = frozenset((a, b) for a, b in pairs.values() if a < b)
+    values = frozenset(pair for edge, pair in pairs.items() if edge not in drawing.order)
+    return Rows(tuple(rows), tuple(frames), edges, edges - values, bottom)
 
 
 def _height(box: Box) -> int:

@@ -59,7 +59,8 @@ text{{font:13px {_FONTS}}} .title{{font-size:22px;font-weight:650}} .name{{font-
 .quiet{{font-weight:400}} .small{{font-size:11.5px}} .column{{font-size:12px;font-weight:600;letter-spacing:.02em}}
 .sent,.sent .number{{font-size:12px}} .kind{{font-weight:600}} .number{{font-variant-numeric:tabular-nums}}
 .box{{stroke-width:1.4}} .gathered .box{{stroke-dasharray:5 3}} .other .box{{stroke-dasharray:2 3}}
-.sign .edge{{fill:none;stroke-width:1.4}} .edges .edge{{fill:none;stroke-width:1.3}} .rule{{fill:none}}
+.sign .edge{{fill:none;stroke-width:1.4}} .edges .edge{{fill:none;stroke-width:1.3}}
+.edges .order{{stroke-dasharray:5 4}} .rule{{fill:none}}
 .area{{opacity:.13}} .curve{{fill:none;stroke-width:1.6}} .curve.backward{{stroke-dasharray:4 3}}
 {_rules(_LIGHT)}
 @media (prefers-color-scheme: dark) {{{_rules(_DARK)}}}

@@ -66,12 +66,12 @@ class Verification:
         lines = [f"{self.world_size} ranks against one device: {'the same' if self.exact else 'NOT THE SAME'}"]
         lines += [f"{'':<10}" + "".join(f"{kind:>20}" for kind in KINDS)]
         for dtype, found in self.differences.items():
-            worst = [max(d.worst[kind].error for d in found) for kind in KINDS]
+            worst = [max((d.worst[kind] for d in found), key=lambda w: (w.error, w.where)) for kind in KINDS]
             verdict = "" if all(self.judged[dtype]) else "  differs"
-            lines.append(f"{dtype:<10}" + "".join(f"{error:>20.1e}" for error in worst) + verdict)
+            lines.append(f"{dtype:<10}" + "".join(f"{w!s:>20}" for w in worst) + verdict)
             if dtype in self.rounding:
-                own = [self.rounding[dtype].worst[kind].error for kind in KINDS]
-                lines.append("its own".ljust(10) + "".join(f"{error:>20.1e}" for error in own))
+                own = [self.rounding[dtype].worst[kind] for kind in KINDS]
+                lines.append("its own".ljust(10) + "".join(f"{w!s:>20}" for w in own))
         for dtype, found in self.differences.items():
             for rank, each in enumerate(found):
                 if not self.judged[dtype][rank]:
@@ -83,10 +83,16 @@ class Verification:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return the verification as JSON: ``exact``, ``world_size``, errors by dtype, rank and kind, ``culprit``."""
+        """Return the verification as JSON: ``exact``, ``world_size``, errors by dtype, rank and kind, ``culprit``.
+
+        An error is null where there is no tensor of the kind.
+        """
         errors = {
             dtype: [
-                {kind: {"error": w.error, "tensor": w.where} for kind, w in d.worst.items()}
+                {
+                    kind: {"error": w.error if w.where else None, "tensor": w.where or None}
+                    for kind, w in d.worst.items()
+                }
                 | {"mismatches": list(map(str, d.mismatches))}
                 for d in found
             ]

@@ -12,13 +12,17 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxshard.plan_command import add_what_is_split, positive, split_dims
+from fxshard.model_inputs import check_call, positive, split_dims
+from fxshard.plan_command import add_what_is_split
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Sequence
 
     import torch
     from torch import nn
+
+    from fxshard.model_inputs import ModelInput
 
 DTYPES = ("float64", "float32")
 """Keys of :data:`fxshard.verification.DTYPES`."""
@@ -52,23 +56,22 @@ def run(args: argparse.Namespace) -> int:
     found = verify(
         functools.partial(_build, args.model, args.input, training=not args.eval),
         mesh_shape=mesh,
-        placements=None if args.split is None else [Shard(d) for d in split_dims(args.split, len(args.input))],
+        placements=None if args.split is None else [Shard(d) for d in split_dims(args.split, args.input, len(mesh))],
         inner_backend=args.inner_backend,
         dtypes=args.dtype,
         steps=args.steps,
         device=args.device,
         bisect=args.bisect,
     )
-    print(f"{args.model} {'x'.join(map(str, args.input))}\n{found}")
+    print(f"{args.model} {' '.join(map(str, args.input))}\n{found}")
     if args.json:
         args.json.write_text(found.to_json() + "\n")
     return 0 if found.exact else 1
 
 
-def _build(name: str, shape: tuple[int, ...], *, training: bool) -> tuple[nn.Module, tuple[torch.Tensor]]:
-    import torch
-
+def _build(name: str, inputs: Sequence[ModelInput], *, training: bool) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     from fxshard.models import build_named
 
     model = build_named(name, num_classes=10).train(training)
-    return model, (torch.randn(shape),)
+    check_call(model, inputs)
+    return model, tuple(given.drawn() for given in inputs)

@@ -22,6 +22,7 @@ from torch import fx
 
 from fxshard.errors import PlanError
 from fxshard.layout import Layout, Partial, Placement, Replicate, Shard, even_bounds, replicated
+from fxshard.near_names import near_modules
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.splice import splice
 from fxshard.provenance import module_path
@@ -47,7 +48,6 @@ MOST_IMBALANCE = 1 / 16
 """How much longer than the mean the longest shard may be for the sake of aligned bounds."""
 
 
-MOST_NAMED = 20
 LEAST_COLUMNS = 2
 """How many columns for each rank a gathered map needs to be split again."""
 
@@ -151,9 +151,8 @@ def _check_modules(gm: fx.GraphModule, config: Config) -> None:
     paths = dict.fromkeys(module_path(n) for n in gm.graph.nodes)
     for pattern in config.whole_modules:
         if not config.piece and not any(_is_within(path, pattern) for path in paths):
-            known = ", ".join(path for path in list(paths)[:MOST_NAMED] if path)
-            msg = f"placements[{pattern!r}] is the path of no module that computes something; there are {known}, ..."
-            raise PlanError(msg)
+            msg = f"placements[{pattern!r}] is the path of no module that computes something"
+            raise PlanError(msg + near_modules(pattern, paths))
 
 
 def _is_within(path: str, pattern: str) -> bool:

@@ -1,4 +1,4 @@
-"""What is drawn in tests: a small model with a skip, a module that is called twice, and a gather."""
+"""What is drawn in tests: a model with a skip, a module called twice, and a gather; and one that drops out."""
 
 from __future__ import annotations
 
@@ -35,4 +35,23 @@ class Net(nn.Module):
 def drawn() -> fxshard.Plan:
     with torch.device("meta"):
         net, image = Net(), torch.empty(2, 3, 24, 64)
+    return fxshard.plan(net, image, world_size=4, inner_backend="aot_eager")
+
+
+class Dropping(nn.Module):
+    """Drops out before and behind two convolutions, that no value skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.early, self.late = nn.Dropout(0.1), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.late(self.second(self.first(self.early(x))))
+
+
+@cache
+def dropping() -> fxshard.Plan:
+    with torch.device("meta"):
+        net, image = Dropping(), torch.empty(2, 3, 24, 64)
     return fxshard.plan(net, image, world_size=4, inner_backend="aot_eager")

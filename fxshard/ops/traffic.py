@@ -49,6 +49,11 @@ class Traffic:
     messages: int = 0
     bytes: int = 0
 
+    @property
+    def noun(self) -> str:
+        """What its messages are called: ``"message"`` where it is one."""
+        return "message" if self.messages == 1 else "messages"
+
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 

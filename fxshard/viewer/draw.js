@@ -60,7 +60,7 @@ function draw_wire(w, x, y, into) {
     const a = points[i], b = points[i + 1], half = (a.y + b.y) / 2;
     d += `C${a.x} ${half} ${b.x} ${half} ${b.x} ${b.y}`;
   }
-  into.append(element("path", { class: "wire", d, "data-value": w.value, "data-to": w.to }));
+  into.append(element("path", { class: w.order ? "wire order" : "wire", d, "data-value": w.value, "data-to": w.to }));
   if (w.tip) into.append(element("path", { class: "tip", d: "M0 0L-4 -7H4Z", transform: `translate(${last.x} ${last.y})` }));
 }
 

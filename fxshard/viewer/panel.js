@@ -120,5 +120,7 @@ function box_of_module(module) {
 function draw_legend() {
   const items = Object.keys(MEANINGS).map((kind) => element("li", {}, tag(kind)));
   items.push(element("li", {}, element("span", {}, "↓ sent in the forward   ↑ in the backward")));
+  const line = element("svg", { width: 18, height: 18, "aria-hidden": "true" }, element("path", { class: "wire order", d: "M0 9H18" }));
+  if (plan.order.length) items.push(element("li", {}, element("span", { class: "tag" }, line, plan.order_meaning)));
   document.getElementById("legend").replaceChildren(...items);
 }

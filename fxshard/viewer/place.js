@@ -20,15 +20,18 @@ function place_box(box) {
 // edges by the call in which they run: between two children, from a port to a child, from a child to a port
 function route_edges() {
   for (const box of [top_box, ...seen_in_order()]) box.inner = new Map();
-  const add = (call, from, to, value) => call.inner.set(`${from} ${to} ${value}`, { from, to, value });
+  const add = (call, from, to, value, order) => {
+    const key = `${from} ${to} ${value}`;
+    call.inner.set(key, { from, to, value, order: order && (call.inner.get(key)?.order ?? true) });
+  };
   for (const [source, reader] of plan.edges) {
-    const a = path_to(seen(boxes.get("n:" + source))), b = path_to(seen(boxes.get("n:" + reader)));
+    const a = path_to(seen(boxes.get("n:" + source))), b = path_to(seen(boxes.get("n:" + reader))), order = in_order.has(`${source},${reader}`);
     let shared = 0;
     while (shared + 1 < Math.min(a.length, b.length) && a[shared + 1] === b[shared + 1]) shared++;
     if (a[shared + 1] === undefined || b[shared + 1] === undefined) continue; // inside one closed call
-    add(a[shared], a[shared + 1].id, b[shared + 1].id, source);
-    for (let i = shared + 1; i + 1 < a.length; i++) add(a[i], a[i + 1].id, "out:" + source, source);
-    for (let i = shared + 1; i + 1 < b.length; i++) add(b[i], "in:" + source, b[i + 1].id, source);
+    add(a[shared], a[shared + 1].id, b[shared + 1].id, source, order);
+    for (let i = shared + 1; i + 1 < a.length; i++) add(a[i], a[i + 1].id, "out:" + source, source, order);
+    for (let i = shared + 1; i + 1 < b.length; i++) add(b[i], "in:" + source, b[i + 1].id, source, order);
   }
 }
 
@@ -51,7 +54,7 @@ function laid_out(call) {
     graph.setNode(port, { width: BOX.port, height: 1 });
     graph.setEdge(...(port.startsWith("in:") ? ["first", port] : [port, "last"]), { weight: 50, minlen: 1 }, "pin");
   }
-  for (const e of call.inner.values()) graph.setEdge(e.from, e.to, { weight: e.from.includes(":") ? 2 : 1 }, e.value);
+  for (const e of call.inner.values()) graph.setEdge(e.from, e.to, { weight: e.order ? 0 : e.from.includes(":") ? 2 : 1 }, e.value);
   dagre.layout(graph);
   return graph;
 }
@@ -94,7 +97,7 @@ function place_ports(call, side, prefix, port_end, box_end, own_x) {
 }
 
 // the points of an edge within its call, from the lower edge of what makes the value to the upper edge of what reads it
-function wire(call, { from, to, value }, points, dx, dy) {
+function wire(call, { from, to, value, order }, points, dx, dy) {
   const a = boxes.get(from), b = boxes.get(to);
   const start = a ? { x: a.x + (a.outs?.get(value) ?? a.width / 2), y: a.y + a.height } : { x: call.ins.get(value), y: 0 };
   const end = b ? { x: b.x + (b.ins?.get(value) ?? b.width / 2), y: b.y } : { x: call.outs.get(value), y: call.height };
@@ -104,7 +107,7 @@ function wire(call, { from, to, value }, points, dx, dy) {
   const after = middle[0] ?? end, before = middle.at(-1) ?? start; // sideways where no box is: under the title, in the lower frame
   if (!a && after !== end) middle.unshift({ x: after.x, y: upper });
   if (!b && before !== start) middle.push({ x: before.x, y: lower });
-  return { points: [start, ...middle, end], tip: !!b && !(b.is_call && b.open), from, to, value };
+  return { points: [start, ...middle, end], tip: !!b && !(b.is_call && b.open), from, to, value, order };
 }
 
 function place_all() {

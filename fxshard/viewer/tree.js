@@ -1,5 +1,6 @@
 // The plan as a tree: calls of modules, open or closed, with nodes as leaves.
-// page.json: {calls: [{key, path, label, parent, kind, result, open}], nodes: [{..., call, kind, label}], edges: [[a, b]]}
+// page.json: {calls: [{key, path, label, parent, kind, result, open}], nodes: [{..., call, kind, label}], edges: [[a, b]],
+//             order: those of the edges that only put random draws into their order}
 
 const plan = JSON.parse(document.getElementById("plan").textContent);
 const boxes = new Map(); // by id: "c:KEY" a call, "n:NAME" a node
@@ -20,6 +21,7 @@ for (const node of plan.nodes.filter((n) => !n.is_state)) {
   add_box("n:" + node.name, parent, { is_call: false, label: node.label, kind: node.kind, about: node });
 }
 const nodes_by_name = new Map(plan.nodes.map((n) => [n.name, n]));
+const in_order = new Set(plan.order.map(String));
 const place_of = new Map(plan.nodes.map((n, i) => [n.name, i]));
 
 // children in program order: a call comes where its first node does

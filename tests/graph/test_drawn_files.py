@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree as ET
@@ -12,8 +13,9 @@ import pytest
 
 from fxshard import dry_run, plan_command
 from fxshard.cli import main
+from fxshard.drawing import ORDER_MEANING
 from fxshard.errors import PlanError
-from tests.drawn import drawn
+from tests.drawn import drawn, dropping
 
 if TYPE_CHECKING:
     from fxshard.report import PlanReport
@@ -101,6 +103,21 @@ def test_the_page_holds_all_it_needs(tmp_path: Path) -> None:
     assert "<b>" not in text
     assert "src=" not in text.replace("default-src", "")
     assert "@dagrejs/dagre" in text
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_order_of_draws_is_dashed_and_the_legend_says_so(stage: str, tmp_path: Path) -> None:
+    texts = {
+        ending: dropping().save(tmp_path / f"plan{ending}", stage=stage, memory=False).read_text()
+        for ending in (".svg", ".dot", ".html")
+    }
+    assert texts[".svg"].count('class="edge order"') == 3  # in the module, out of it, and the legend's
+    (dashed,) = re.findall(r'"(\w+)" -> "(random\w*)" \[style=dashed\]', texts[".dot"])
+    (content,) = re.findall(r'<script type="application/json" id="plan">(.*?)</script>', texts[".html"])
+    assert list(dashed) in json.loads(content)["order"]
+    assert all(ORDER_MEANING in text for text in texts.values())
+    for ending in (".svg", ".dot"):
+        assert ORDER_MEANING not in saved(tmp_path, ending, stage, memory=False)  # where nothing is drawn
 
 
 def test_a_local_graph_says_what_it_sends() -> None:

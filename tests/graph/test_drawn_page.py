@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.drawn import drawn
+from fxshard.drawing import ORDER_MEANING
+from tests.drawn import drawn, dropping
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,8 @@ def browser() -> Iterator[Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pages")
     saved = {stage: drawn().save(folder / f"{stage}.html", stage=stage, title="a net") for stage in ("global", "local")}
-    return {stage: path.as_uri() for stage, path in saved.items()}
+    saved["dropping"] = dropping().save(folder / "dropping.html", memory=False)
+    return {name: path.as_uri() for name, path in saved.items()}
 
 
 @pytest.fixture
@@ -194,3 +196,14 @@ def test_a_local_graph_has_its_communication_as_boxes(browser: Any, pages: dict[
         page.keyboard.press("Enter")
         assert page.locator("#view .communication").count() >= 1
         assert "2 msg" in details(page)
+
+
+def test_the_order_of_draws_is_dashed(browser: Any, pages: dict[str, str]) -> None:
+    for page in opened(browser, pages["dropping"]):
+        dashed = "all => all.map(e => getComputedStyle(e).strokeDasharray !== 'none')"
+        while page.locator("#view .module").count():
+            page.locator("#less").click()
+        wires = page.eval_on_selector_all("#view .wire", dashed)
+        assert sorted(wires) == [False, False, False, False, False, True]  # the values go from box to box
+        assert page.locator("#legend li").count() == 7
+        assert ORDER_MEANING in page.locator("#legend").inner_text()

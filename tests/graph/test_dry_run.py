@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -35,6 +36,12 @@ def test_a_summary_has_a_row_for_each_stage() -> None:
     rows = [line.split()[0] for line in str(plan).splitlines() if line.startswith(("0", "1", "2", "3"))]
     assert rows == ["0.0", "0.1", "0.2", "0.3", "1", "2", "3"]
     assert "[S(3; 0,16,32,48,64)]" in str(plan)
+    for text in (str(plan), str(plan.report)):
+        counts = dict(re.findall(r"^ *(\w+ +\w+) +\d+ (messages?)  ", text, re.MULTILINE))
+        counts = {" ".join(name.split()): noun for name, noun in counts.items()}
+        sent = {f"{way} {kind}": t for way, part in vars(plan.report.total).items() for kind, t in part.items()}
+        assert counts == {name: "message" if t.messages == 1 else "messages" for name, t in sent.items()}
+        assert set(counts.values()) == {"message", "messages"}
 
 
 def test_deep_modules_are_folded_into_their_parents() -> None:
@@ -48,11 +55,16 @@ def test_a_node_and_a_module_are_explained() -> None:
     plan = planned(world_size=2, placements=[Shard(3)])
     said = plan.explain("0.3")
     assert "aten.max_pool2d" in said
-    assert "backward halo: 1 messages" in said
+    assert "backward halo: 1 message," in said
     (name,) = (n.name for n in plan.report.nodes if n.module == "0.3" and "pool" in n.name)
     assert plan.explain(name) in said
-    with pytest.raises(PlanError, match=r"no module 'head'; modules are 0, 0\.0|no module 'head'"):
-        plan.explain("head")
+    for typed, remedy in {
+        "head": "the outermost modules are 0, 1",
+        "0.33": "near it is 0.3",
+        "conv2d_1": "near it is conv2d",
+    }.items():
+        with pytest.raises(PlanError, match=rf"has no node and no module '{re.escape(typed)}'; {re.escape(remedy)}"):
+            plan.explain(typed)
 
 
 def test_a_difference_names_nodes_and_totals() -> None:
@@ -182,7 +194,7 @@ def test_the_command_prints_and_saves(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_the_command_refuses_unknown_letters(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{__name__}:net", "--input", "2x3x24x64", "--world-size", "2", "--split", "D"]) == 2
-    assert "an input of 4 dimensions has H W" in capsys.readouterr().err
+    assert "an input of 2x3x24x64 has the letters H and W" in capsys.readouterr().err
 
 
 class Chosen(nn.Module):

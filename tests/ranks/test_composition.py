@@ -255,29 +255,46 @@ def go_on(setup: Setup, optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
+class Dropping(Net):
+    """Drops out on a split map, and behind it on what every rank has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(nn.functional.gelu(self.norm(self.stem(x))), 0.3, self.training)
+        return self.head(nn.functional.dropout((x + self.body(x)).mean((2, 3)), 0.3, self.training))
+
+
+def build_dropping() -> nn.Module:
+    torch.manual_seed(0)
+    return Dropping().double()
+
+
 def save_on_rank(rank: int, folder: str) -> None:
     torch.compiler.reset()
-    model = build()
+    model = build_dropping()
     net = transform(model, mesh=mesh((4,)), placements=[Shard(3)], inner_backend="eager")
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     go_on(Setup(model, net), optimizer, range(2))
     weights, moments = get_state_dict(net, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    draws = torch.get_rng_state()
+    dcp.save({"model": weights, "optimizer": moments, "draws": draws}, checkpoint_id=folder)
 
 
 def resume_on_rank(rank: int, folder: str, ranks: int) -> State:
     torch.compiler.reset()
-    model = build()
+    model = build_dropping()
     net = transform(model, mesh=mesh((ranks,)), placements=[Shard(3)], inner_backend="eager")
     return resumed(model, net, folder, mesh((ranks,)).get_group())
 
 
-def resumed(model: nn.Module, net: nn.Module, folder: str, group: Any = None) -> State:
+def resumed(model: nn.Module, net: nn.Module, folder: str, group: Any = None, *, draws: bool = True) -> State:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     weights, moments = get_state_dict(net, optimizer)
-    loaded: dict[str, Any] = {"model": weights, "optimizer": moments}
+    loaded: dict[str, Any] = {"model": weights, "optimizer": moments, "draws": torch.get_rng_state()}
     dcp.load(loaded, checkpoint_id=folder, process_group=group, no_dist=group is None)
     set_state_dict(net, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    torch.manual_seed(0)  # as in a process that has just started
+    if draws:
+        torch.set_rng_state(loaded["draws"])
     go_on(Setup(model, net), optimizer, range(2, 4))
     return state(model)
 
@@ -286,10 +303,12 @@ def resumed(model: nn.Module, net: nn.Module, folder: str, group: Any = None) ->
 def test_a_distributed_checkpoint_of_four_ranks_goes_on_on_two_and_on_one(pool: RankPool, tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     pool.run(save_on_rank, folder, ranks=4)
-    uninterrupted = build()
+    uninterrupted = build_dropping()
     setup = Setup(uninterrupted, uninterrupted)
     go_on(setup, torch.optim.AdamW(uninterrupted.parameters(), lr=0.01), range(4))
     on_two = pool.run(resume_on_rank, folder, 2, ranks=2)
-    model = build()
+    model, without_draws = build_dropping(), build_dropping()
     for found in [*on_two, resumed(model, model, folder)]:
         torch.testing.assert_close(found, state(uninterrupted), rtol=1e-9, atol=1e-11)
+    other = resumed(without_draws, without_draws, folder, draws=False)
+    assert not torch.allclose(other["head.weight"], state(uninterrupted)["head.weight"], rtol=1e-6)

@@ -84,7 +84,11 @@ def test_modules_run_whole_as_asked(pool: RankPool) -> None:
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ({"": [Shard(3)], "decoder.*": Replicate()}, r"placements\['decoder.\*'\] is the path of no module .* down"),
+        (
+            {"": [Shard(3)], "decoder.*": Replicate()},
+            r"placements\['decoder.\*'\] is the path of no module .*; the outermost modules are down, deep, up, out$",
+        ),
+        ({"": [Shard(3)], "depe.*": Replicate()}, r"placements\['depe.\*'\] is the path .*; near it is deep$"),
         ({"deep": Shard(2)}, r"placements\['deep'\] is Shard\(dim=2\): a module runs whole"),
     ],
 )
@@ -104,7 +108,8 @@ def test_the_estimate_is_said() -> None:
     found = fxshard.plan(model, image, world_size=2, device=dataclasses.replace(H200, name="x", single_flops=1e9))
     rank, alone = found.step_s
     assert 0 < alone < 1
-    assert f"estimated step on x: {1e3 * rank:.2f} ms" in str(found)
+    times = f"estimated step on x: {1e3 * rank:.2f} ms, {alone / rank:.2f} times as fast as one device alone"
+    assert f"{times}: an efficiency of {100 * alone / rank / 2:.0f} %" in str(found)
 
 
 def test_the_dimension_with_the_least_time_is_split() -> None:

@@ -230,7 +230,7 @@ PLACEMENTS: dict[str, tuple[Any, str]] = {
     "none": ([Replicate()], ""),
     "no such dimension": ([Shard(5)], r"split dim 5 of inputs of shapes \[\(2, 3, 8, 17\)\]; name a dim below 4"),
     "from the end": ([Shard(-1)], r"has Shard\(dim=-1\); it takes .* dim >= 0, counted from the front"),
-    "more than axes": ([Shard(2), Shard(3)], "2 placements for a mesh of 1 axes; give one for each axis"),
+    "more than axes": ([Shard(2), Shard(3)], "mesh axes: 1, placements: 2; give one for each axis"),
     "no list": (Shard(3), r"placements=Shard\(dim=3\) is no list; give one for each mesh axis, such as \[Shard\(3\)\]"),
 }
 
@@ -251,11 +251,16 @@ def test_placements_split_or_are_refused(pool: RankPool, name: str) -> None:
 
 
 OUTSIDE = r"rank \d is not in the mesh of ranks \[1, 2\]; transform the model on those ranks only"
+ALONE = (
+    r"rank \d is not in the mesh of ranks \[0\]; transform the model on those ranks only, or with a mesh of all: "
+    r"init_device_mesh\('cpu', \(4,\)\)"
+)
 DESCENDING = r"the ranks \[3, 2, 1, 0\] of the mesh do not ascend .*; use \[0, 1, 2, 3\] in the shape \(4,\)"
 ELSEWHERE = "the mesh is one of 'cuda' devices, elsewhere are conv.weight on cpu, conv.bias on cpu, .*; move the model"
 # id: the mesh, and what each of four ranks is told
 MESHES: dict[str, tuple[Callable[[], Any], tuple[str, str, str, str]]] = {
     "of some ranks": (lambda: DeviceMesh("cpu", [1, 2]), (OUTSIDE, "", "", OUTSIDE)),
+    "of one rank": (lambda: init_device_mesh("cpu", (1,)), ("", *(ALONE,) * 3)),
     "of descending ranks": (lambda: DeviceMesh("cpu", [3, 2, 1, 0]), (DESCENDING,) * 4),
     "of another device": (lambda: DeviceMesh("cuda", [0, 1, 2, 3]), (ELSEWHERE,) * 4),
     "of three axes": (lambda: init_device_mesh("cpu", (1, 4, 1)), ("",) * 4),

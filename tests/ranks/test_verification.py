@@ -14,8 +14,10 @@ from torch.distributed.tensor import Shard
 import fxshard
 from fxshard.bisect import Culprit, bisect_on_rank
 from fxshard.cli import main
+from fxshard.compare import KINDS, Difference, Worst
 from fxshard.rules import registered
 from fxshard.trace import Case
+from fxshard.verification import Verification
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,7 +98,24 @@ def test_verify_and_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "2 ranks against one device: the same" in said
     table = json.loads(found.read_text())
     assert table["exact"]
-    assert max(w["error"] for rank in table["errors"]["float64"] for w in rank.values() if "error" in w) < 1e-9
+    errors = [w["error"] for rank in table["errors"]["float64"] for w in rank.values() if "error" in w]
+    assert len(errors) == 2 * len(KINDS)
+    assert max(errors) < 1e-9
+
+
+def test_what_was_not_compared_has_no_error() -> None:
+    own, all_kinds = Difference({kind: Worst() for kind in KINDS}), {kind: Worst(0.0, kind) for kind in KINDS}
+    ranks = tuple(Difference({kind: Worst() for kind in KINDS} | {"output": Worst(e, "output")}) for e in (0.0, 2e-16))
+    found = Verification(2, {"float32": (True, True)}, {"float32": ranks}, {"float32": own})
+    assert str(found).splitlines()[2:] == [
+        f"float32{'2.0e-16':>23}" + f"{'-':>20}" * 4,
+        "its own" + " " * 22 + "-" + f"{'-':>20}" * 4,
+    ]
+    table = json.loads(found.to_json())["errors"]["float32"][0]
+    assert table["output"] == {"error": 0.0, "tensor": "output"}
+    assert table["buffer"] == {"error": None, "tensor": None}
+    compared = replace(found, differences={"float32": (Difference(all_kinds),)}, rounding={})
+    assert str(compared).splitlines()[2] == "float32   " + f"{'0.0e+00':>20}" * 5
 
 
 @pytest.mark.nightly

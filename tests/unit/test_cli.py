@@ -62,6 +62,11 @@ def test_help_of_the_demo_has_the_defaults(capsys: pytest.CaptureFixture[str]) -
         (["plan", "m:f", "--input", "2x3x64x", "--world-size", "2"], "is not of the form 7x3x512x8192"),
         (["plan", "m:f", "--input", "2x3x64x64", "--world-size", "0"], "--world-size: must be at least 1, got 0"),
         (["verify", "m:f", "--input", "2x3x64x64", "--mesh", "2x0"], "must be at least 1, got 0"),
+        (
+            ["verify", "m:f", "--input", "2x3:float", "--mesh", "2"],
+            "'2x3:float': the type behind the colon is one of float32",
+        ),
+        (["draw", "m:f", "--input", ":int64", "--mesh", "2"], "is not of the form 7x3x512x8192"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,8 +191,18 @@ def test_a_model_in_the_current_directory_is_found(
         (["--save", "plan.json", "plan.xyz"], "a plan cannot be saved as 'plan.xyz'"),
         (["--explain", "nothere"], "no module 'nothere'"),
         (["--inner-backend", "nobackend"], "inner_backend='nobackend' is not known"),
-        (["--split", "Q"], "--split Q: an input of 4 dimensions has H W, and HW for two mesh axes"),
+        (
+            ["--split", "Q"],
+            "--split Q: an input of 1x3x8x16 has the letters H and W, as in --split W --world-size 2, or --",
+        ),
+        (["--split", "4"], "--split 4: an input of 1x3x8x16 has the letters H and W, as in --split W"),
+        (["--split", "N"], "; the batch is split in Python, with placements=[Shard(0)]"),
+        (["--split", "HW"], "--split HW on a mesh of 1 axis: one letter for each axis, as in --split W --world-size 2"),
         (["--input", "1x5x8x16"], "Conv2d does not run on these inputs: Given groups=1"),
+        (
+            ["--input", "1x3x8x16", "--input", "1x4:int64"],
+            "too many positional arguments; --input is given 2 times, and one is needed for each argument, in order",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -197,7 +212,8 @@ def test_a_plan_that_cannot_be_had_prints_nothing_but_why(
     (tmp_path / "model_to_refuse.py").write_text(NET)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert main(["plan", "model_to_refuse:Net", "--input", "1x3x8x16", "--world-size", "2", *asked]) == 2
+    image = [] if "--input" in asked else ["--input", "1x3x8x16"]
+    assert main(["plan", "model_to_refuse:Net", *image, "--world-size", "2", *asked]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert said in err

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +15,10 @@ import torch
 from fxshard import doctor
 from fxshard.cli import main
 from fxshard.doctor import Finding
+from fxshard.optional import DISTRIBUTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 
 def verdicts(findings: Iterator[Finding]) -> dict[str, str]:
@@ -49,6 +53,16 @@ def test_what_fails_is_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_package_that_is_missing_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "OPTIONAL", {"no_such_package": "nothing"})
-    (finding,) = doctor.packages()
-    assert (finding.verdict, finding.text) == ("warning", "missing: nothing")
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "skimage" else find_spec(name))
+    (found,) = (finding for finding in doctor.packages() if finding.name == "skimage")
+    assert (found.verdict, found.text) == (
+        "warning",
+        "missing: the demo's photographs (scikit-image); pip install scikit-image",
+    )
+
+
+def test_optional_packages_are_those_of_the_project() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = [*project["optional-dependencies"]["demo"], *project["optional-dependencies"]["completion"]]
+    named = {re.split("[>=]", required)[0] for required in (*project["dependencies"], *extras)}
+    assert {DISTRIBUTIONS.get(name, name) for name in doctor.OPTIONAL} == named - {"torch", "networkx"}

@@ -73,6 +73,39 @@ def test_values_that_skip_rows_have_lanes_of_their_own() -> None:
     assert {(s.source, s.readers, s.lane) for s in rows.skips()} == {(1, (3,), 0), (0, (4,), 1)}
 
 
+def drawing_of_draws(*more: NodeReport) -> Drawing:
+    """Return the drawing of two draws, the second after the first, with a convolution between that reads neither."""
+
+    def drawn(name: str, *after: str) -> tuple[NodeReport, NodeReport, NodeReport]:
+        made = NodeReport(name, "fxshard.random.default", (1, 8), module=name, inputs=after)
+        token = NodeReport(f"token_{name}", "getitem", (0,), "int8", "[R]", (0,), module=name, inputs=(name,))
+        return made, token, NodeReport(f"value_{name}", "getitem", (1, 8), "float32", module=name, inputs=(name,))
+
+    return drawing(*drawn("early"), node("conv"), *drawn("late", "token_early"), *more)
+
+
+def test_the_order_of_draws_is_no_value() -> None:
+    found = drawing_of_draws(node("add", "", "value_early", "value_late"))
+    assert found.order == {("early", "token_early"), ("token_early", "late"), ("late", "token_late")}
+    assert len(found.edges) == 7
+    early = found.result(found.boxes[0])
+    assert early is not None
+    assert early.name == "value_early"
+    unread = drawing_of_draws()
+    assert unread.result(unread.boxes[0]) is None  # its token is read, its value is not
+
+
+def test_the_order_of_draws_has_lanes_of_its_own() -> None:
+    rows = place(drawing_of_draws(node("add", "", "value_early", "value_late")), frozenset(), 0)
+    assert rows.edges == {(0, 2), (0, 3), (2, 3)}
+    assert rows.order == {(0, 2)}
+    assert {(s.source, s.readers, s.is_order) for s in rows.skips()} == {(0, (2,), True), (0, (3,), False)}
+    assert len({s.lane for s in rows.skips()}) == 2
+    both = place(drawing_of_draws(node("late2", "late", "value_early")), frozenset(), 0)
+    assert both.edges == {(0, 2)}
+    assert not both.order  # the second draw reads the first's value, too
+
+
 def test_rows_do_not_overlap_and_lie_in_their_modules() -> None:
     found = drawing(*(node(f"add{i}", f"a.{i // 3}", *[f"add{i - 1}"][:i]) for i in range(9)))
     rows = place(found, readable(found.boxes, 100), 10)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fxshard.errors import PlanError
-from fxshard.mesh import check_mesh
+from fxshard.mesh import _warn_alone, check_mesh
 
 
 @dataclass
@@ -18,6 +19,7 @@ class Stub:
 
     ranks: Any
     coordinate: tuple[int, ...] | None = (0,)
+    device_type: str = "cpu"
 
     @property
     def mesh(self) -> torch.Tensor:
@@ -49,3 +51,18 @@ def test_ranks_that_ascend_along_each_axis_fit(ranks: Any) -> None:
 def test_other_ranks_are_refused(ranks: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         check(Stub(ranks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "world", "warned"), [([1], 2, True), ([[[1]]], 2, True), ([0, 1], 4, False), ([0], 1, False)]
+)
+def test_a_mesh_of_one_rank_of_several_is_a_warning_once(
+    ranks: Any, world: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    _warn_alone.cache_clear()
+    for _ in range(2):
+        check(Stub(ranks))
+    said = "the mesh has 1 rank of 2: rank 1 runs the whole model alone, and nothing is split; a mesh of all is "
+    assert caplog.messages == [f"{said}init_device_mesh('cpu', (2,))"] * warned

@@ -11,6 +11,7 @@ from fxshard.cli import make_parser
 from tests import page_commands
 from tests.pages import PAGES, ROOT, Block, Command, blocks, commands, says
 from tests.ranks import test_composition_page, test_readme
+from tools.zoo.page import ABOUT
 
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 LISTED = (page_commands.ELSEWHERE, page_commands.SMALLER, page_commands.AT_NIGHT)
@@ -63,6 +64,10 @@ def test_a_list_has_no_command_that_is_on_no_page() -> None:
 def test_readme_s_programs_are_run_by_name() -> None:
     for program in test_readme.PROGRAMS:
         assert sum(mark in program for mark in test_readme.MARKS) == 1, program
+
+
+def test_the_coverage_page_says_what_the_tool_writes() -> None:
+    assert ABOUT in (ROOT / "docs/coverage.md").read_text(encoding="utf-8")
 
 
 def test_links_of_readme_lead_somewhere() -> None:

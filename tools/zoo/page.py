@@ -27,7 +27,11 @@ ABOUT = f"""\
 For each model one training step in float64 on gloo ranks is compared with the untouched model on one device: outputs,
 input gradient, parameter gradients, buffers and generator state. *Exact* is a relative error of at most {LIMIT:.0e}.
 *Own rounding* is a larger error that is at most {FACTOR:g} times what the untouched model shows against itself when
-weights, image and the result of each operation are moved by one unit in the last place; both figures are given.
+weights, image and the result of each operation are moved by one unit in the last place; both figures are given. They
+may be as large as 1, which is 100 %: the last maps of some untrained networks have two positions for a channel at these
+sizes, batch norms divide by the difference of two nearly equal numbers, and a unit in the last place of the image then
+moves a whole gradient, on one device too (monai:SEResNet50: one volume, maps of 1 x 1 x 2, gradients of 1e8). No more
+than that is said of the ranks by such a row.
 
 The other columns are those of the plan for images of {SIZE[0]} x {SIZE[1]} pixels (models of one size: their own):
 the share of the FLOPs (convolutions and matrix products of the forward) that runs split; the largest tensor that ranks
