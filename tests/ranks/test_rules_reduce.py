@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     from fxshard.workers import RankPool
 
+_MADE_BY = torch.ones(1, requires_grad=True).aminmax().min.grad_fn
+HAS_DERIVATIVE = _MADE_BY is not None and "NotImplemented" not in _MADE_BY.name()
+
 
 class Of(nn.Module):
     """Functions of an image that is the result of split work and has ties, zeros and both signs."""
@@ -38,6 +41,11 @@ class Of(nn.Module):
 
 def with_nan(x: Tensor) -> Tensor:
     return x.masked_fill(x == 1, torch.nan)
+
+
+def aminmax(x: Tensor, **options: Any) -> Any:
+    """Return both extrema; torch 2.11 has no derivative of them."""
+    return torch.aminmax(x if HAS_DERIVATIVE else x.detach(), **options)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -80,7 +88,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], ...]] = {
     ),
     "amax": (lambda x: x.amax(3), lambda x: x.amax(W_AND_H, keepdim=True), lambda x: x.amax(), lambda x: x.amax(1)),
     "amin": (lambda x: x.amin(3), lambda x: x.amin(W_AND_H), lambda x: x.amin((0, 3)), lambda x: x.long().amin(3)),
-    "max": (lambda x: x.max(), lambda x: x.min(), torch.aminmax, lambda x: torch.aminmax(x, dim=3)),
+    "max": (lambda x: x.max(), lambda x: x.min(), lambda x: aminmax(x), lambda x: aminmax(x, dim=3)),
     "max-of-infinities": (
         lambda x: x.masked_fill(x > 1, torch.inf).amax(3),
         lambda x: x.masked_fill(x < 3, -torch.inf).amax(3),
