@@ -88,7 +88,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Any], ...]] = {
     ),
     "amax": (lambda x: x.amax(3), lambda x: x.amax(W_AND_H, keepdim=True), lambda x: x.amax(), lambda x: x.amax(1)),
     "amin": (lambda x: x.amin(3), lambda x: x.amin(W_AND_H), lambda x: x.amin((0, 3)), lambda x: x.long().amin(3)),
-    "max": (lambda x: x.max(), lambda x: x.min(), lambda x: aminmax(x), lambda x: aminmax(x, dim=3)),
+    "max": (lambda x: x.max(), lambda x: x.min(), aminmax, lambda x: aminmax(x, dim=3)),
     "max-of-infinities": (
         lambda x: x.masked_fill(x > 1, torch.inf).amax(3),
         lambda x: x.masked_fill(x < 3, -torch.inf).amax(3),
