@@ -29,6 +29,7 @@ from torch._functorch.aot_autograd import aot_export_module
 from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, detect_fake_mode
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
+from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # the handshake needs the store that rendezvous used, not a collective that could hang
@@ -96,12 +97,24 @@ __all__ = [
     "set_grad_enabled",
     "static_shapes",
     "tag_activation_checkpoint",  # what Dynamo makes of torch.utils.checkpoint
+    "trace_artifact",
     "unfunctionalized",
     "unsynchronised_batch_norms",
     "watch_backward",
     "watch_functions",
     "whole_graphs",
 ]
+
+
+def trace_artifact(name: str, encoding: str, write: Callable[[], str]) -> None:
+    """Write an artifact of the current compilation to torch's structured trace, which ``tlparse`` reads.
+
+    Args:
+        name: Its name there.
+        encoding: ``"string"`` or ``"json"``.
+        write: Returns it; called only where there is a trace.
+    """
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=write)
 
 
 def is_module_state(placeholder: torch.fx.Node, example: object) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxshard import agreement
+from fxshard import agreement, artifacts
 from fxshard._torch import (
     FakeTensorMode,
     compilation_number,
@@ -167,6 +167,7 @@ def _compile(
     started = time.monotonic()
     made = _prepared(gm, example_inputs, mesh, options, piece=not model)
     agreement.agree(mesh, {agreement.WORK: "a graph to compile", **made.description}, time.monotonic() - started)
+    artifacts.leave(made.graph, made.local, made.config)
     for observe in on_compiled:
         observe(made.graph, made.local, made.config)
     examples = [part_example(made.parts[i], made.mode) if i in made.parts else v for i, v in enumerate(example_inputs)]

@@ -5,8 +5,8 @@
     compute    max(FLOPs / flops per second, bytes read and written / bytes per second) + a kernel, forward
                twice that in the backward, where a gradient passes
     a rank's   the largest part of the node's largest split value; all of it where nothing is split
-    traffic    a wait for each exchange + bytes / bytes per second; gradients travel in buckets beside the backward,
-               and count by their bytes
+    traffic    a wait for each exchange + bytes / bytes per second; gradients of parameters travel in buckets beside
+               the backward, and count by their bytes
 
 A view costs nothing.  All times are integers, in nanoseconds.
 """
@@ -14,14 +14,19 @@ A view costs nothing.  All times are integers, in nanoseconds.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from fxshard.layout import Shard
+from fxshard.ops.traffic import traffic
+from fxshard.report import Communication
 from fxshard.values import passes_gradient, plan_of
 
 if TYPE_CHECKING:
@@ -29,7 +34,6 @@ if TYPE_CHECKING:
 
     from fxshard.devices import Device, Link
     from fxshard.layout import Layout
-    from fxshard.report import Communication
 
 NS = 1e9
 BACKWARD = 2
@@ -65,28 +69,39 @@ def _largest_part(layout: Layout) -> float:
     return math.prod(parts)
 
 
-def traffic_ns(sent: Communication, link: Link) -> int:
+def traffic_ns(sent: Communication, link: Link, *, in_bucket: bool = True) -> int:
     """Return how long a rank waits for what it sends.
 
     Args:
-        sent: By kind.
+        sent: By kind, in one exchange each way.
         link: Of the table.
+        in_bucket: Whether a gradient is one of a parameter.
     """
-    total = 0.0
-    for kind, traffic in (*sent.forward.items(), *sent.backward.items()):
-        wait_us = {"gradient": 0.0, "reduce": link.reduce_us}.get(kind, link.exchange_us)
-        total += bool(traffic.bytes) * wait_us * 1e3 + traffic.bytes / link.bytes_per_s * NS
+    total, gradient_us = 0.0, 0.0 if in_bucket else link.reduce_us
+    for kind, its in (*sent.forward.items(), *sent.backward.items()):
+        wait_us = {"gradient": gradient_us, "reduce": link.reduce_us}.get(kind, link.exchange_us)
+        total += bool(its.bytes) * wait_us * 1e3 + its.bytes / link.bytes_per_s * NS
     return round(total)
 
 
-def gather_ns(size_bytes: int, link: Link) -> int:
-    """Return how long it takes to put a value of ``size_bytes`` together on every rank."""
-    return round(link.exchange_us * 1e3 + size_bytes / link.bytes_per_s * NS)
+def gather_ns(value: torch.Tensor, layout: Layout, coords: tuple[int, ...], link: Link) -> int:
+    """Return how long it takes to put a split value together on every rank, one mesh axis after the other.
 
-
-def size_bytes(node: fx.Node) -> int:
-    """Return the bytes of the whole value of a node."""
-    return sum(v.numel() * v.element_size() for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+    Args:
+        value: The whole one, fake.
+        layout: How it is split; it is as long to cut its gradient's parts together where it is whole.
+        coords: The rank whose wait it is.
+        link: Of the table.
+    """
+    shape, total = list(layout.local_shape(value.shape, coords)), 0
+    for axis, placement in reversed(list(enumerate(layout))):
+        if isinstance(placement, Shard):
+            outer = shape[placement.dim] // max(placement.length(coords[axis]), 1)
+            args = (placement.dim, placement.bounds, outer)
+            sent = traffic(torch.ops.fxshard.all_gather.default, args, shape, value.element_size())
+            total += traffic_ns(Communication({"gather": sent}), link)
+            shape[placement.dim] = outer * placement.size
+    return total
 
 
 def _values(node: fx.Node) -> list[Any]:
@@ -102,12 +117,36 @@ def flops(node: fx.Node) -> int:
     """
     if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
         return 0
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    mode = next((a.fake_mode for a in tree_leaves(args) if hasattr(a, "fake_mode")), None)
-    if mode is None or torch.Tag.pointwise in node.target.tags:
+    if torch.Tag.pointwise in node.target.tags:
         return 0
-    with mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
-        node.target(*args, **kwargs)
+    kinds: Any = map_arg((node.args, node.kwargs), lambda n: _Kind.of(n.meta["val"]))  # its containers can be hashed
+    return _flops(node.target, *kinds)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What the operations of a call depend on.
+
+    Args:
+        shape: Of a tensor.
+        dtype: Its type.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Return the kind of a tensor, and what is none as it is."""
+        return cls(tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@lru_cache(maxsize=4096)
+def _flops(op: OpOverload, args: Any, kwargs: Any) -> int:
+    """Return the operations of a call; a network has few kinds of them, and a planner asks for each split."""
+    given = tree_map(lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, _Kind) else v, args)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        op(*given, **kwargs)
     return int(counter.get_total_flops())
 
 

@@ -12,8 +12,10 @@ What it counts is what real ranks send, to the byte: :mod:`fxshard.report` reads
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
-from collections import defaultdict
+import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +26,7 @@ from torch import fx
 
 from fxshard._torch import unsynchronised_batch_norms
 from fxshard.cost import NS
-from fxshard.cut_over import choices, planned, step_ns
+from fxshard.cut_over import choices, estimates, waits_ns, work_ns
 from fxshard.devices import Device, device_named
 from fxshard.drawing import Drawing
 from fxshard.dynamo import capturing, not_captured, traceable_call
@@ -33,24 +35,24 @@ from fxshard.errors import FxShardError, PlanError, shortened
 from fxshard.memory import Memory, predict_memory
 from fxshard.near_names import near_modules
 from fxshard.options import check_choices, placements_of, split_dims_of
+from fxshard.passes import pipeline
 from fxshard.passes.config import Config
-from fxshard.passes.pipeline import localized
 from fxshard.plan_files import WITH_MEMORY, WRITERS
-from fxshard.plan_text import HEAD, explained, place_of, size_or_dash, stage_row, table
+from fxshard.plan_text import explained, place_of, size_or_dash, stages, summary
 from fxshard.program import program
 from fxshard.report import NodeReport, PlanReport, describe, describe_local
 from fxshard.values import depends_on_data
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from fxshard.options import Placements, Rng
+
+log = logging.getLogger("fxshard")
 
 GIB = 2**30
 STAGES = ("global", "local")
 """The graphs of a plan."""
-MOST_STAGES = 24
-"""How many rows a summary has at most; deeper modules are folded into their parents until it fits."""
 ENDINGS = (".txt", *WRITERS, ".py")
 """Of the files that a plan is saved as."""
 
@@ -92,25 +94,7 @@ class Plan:
 
     def summary(self) -> str:
         """Return a page: one row for each stage of the model, totals, and why something is gathered."""
-        ranks, mesh = math.prod(self.report.mesh_shape), " x ".join(map(str, self.report.mesh_shape))
-        lines = [f"{ranks} ranks, mesh {mesh}; what rank {self.report.coords} holds and sends in a step", ""]
-        lines += table([HEAD, *(stage_row(name, nodes) for name, nodes in self.stages().items())])
-        lines += ["", "in all"]
-        for way, part in (("forward", self.report.total.forward), ("backward", self.report.total.backward)):
-            lines += [
-                f"  {way:<9} {kind:<13}{sent.messages:>6} {sent.noun:<8} {size_or_dash(sent.bytes):>11}"
-                for kind, sent in part.items()
-            ]
-        lines += ["", *self._gathers(), *self._time()]
-        return "\n".join(lines)
-
-    def _gathers(self) -> list[str]:
-        if not self.report.reasons:
-            return ["nothing is gathered for want of a rule"]
-        return [
-            "gathered, or not split",
-            *(f"  {count:>4} x {reason}" for reason, count in self.report.reasons.items()),
-        ]
+        return "\n".join([*summary(self.report), *self._time()])
 
     def _time(self) -> list[str]:
         if self.device is None:
@@ -134,20 +118,13 @@ class Plan:
         if self.device is None:
             msg = "times are estimated for a device: fxshard.plan(..., device='h200')"
             raise PlanError(msg)
-        rank, alone = step_ns(self.planned, {n.name: n.sent for n in self.report.nodes}, self.device)
-        return rank / NS, alone / NS
+        work, alone = work_ns(self.planned, self.device)
+        waits = waits_ns(self.planned, self.local, self.config, self.device.link)
+        return (work + sum(waits.values())) / NS, alone / NS
 
     def stages(self) -> dict[str, tuple[NodeReport, ...]]:
         """Return the nodes by module path, cut to the depth at which a summary fits a page."""
-        paths = [node.module.split(".") if node.module else [] for node in self.report.nodes]
-        for depth in range(max(map(len, paths), default=0), -1, -1):
-            found: defaultdict[str, list[NodeReport]] = defaultdict(list)
-            for node, path in zip(self.report.nodes, paths, strict=True):
-                if node.op not in ("placeholder", "output") and node.shape is not None:
-                    found[".".join(path[:depth])].append(node)
-            if len(found) <= MOST_STAGES:
-                break
-        return {name: tuple(nodes) for name, nodes in found.items()}
+        return stages(self.report)
 
     def explain(self, name: str) -> str:
         """Return what is done for a node, or for the nodes of a module: layouts, lines, messages, and why a gather.
@@ -292,24 +269,33 @@ def plan(  # noqa: PLR0913  options, by keyword
     config = Config(mesh_shape=shape, dims=dims, rank=rank, rng=rng, inner_backend=inner_backend, whole_modules=modules)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     found = None if device is None else device_named(device)
-    meshes = mesh_shapes(world_size) if world_size is not None and found is not None and dims is None else ()
+    any_mesh = world_size is not None and dims is None
     try:
         with torch.set_grad_enabled(training):
-            tried = _plans(model, given, config, found, meshes)
-            return tried[0] if memory_limit_gib is None else _within(tried, memory_limit_gib)
+            started = time.monotonic()
+            captured = captured_graph(model, given, config)
+            captured_at = time.monotonic()
+            tried = _plans(captured, config, found, any_mesh=any_mesh, every=memory_limit_gib is not None)
+            best = next(tried) if memory_limit_gib is None else _within(list(tried), memory_limit_gib)
+            times = captured_at - started, time.monotonic() - captured_at
+            log.info("%s was captured in %.1f s and planned in %.1f s", type(model).__name__, *times)
+            return best
     except FxShardError as error:
         raise shortened(error)  # noqa: B904  its cause is told, or left out
 
 
-def mesh_shapes(ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a mesh that are worth trying: one axis, and two that are as near as can be to a square.
-
-    Example:
-        >>> mesh_shapes(8), mesh_shapes(7)
-        (((8,), (2, 4)), ((7,),))
-    """
-    least = max(d for d in range(1, math.isqrt(ranks) + 1) if ranks % d == 0)
-    return ((ranks,),) if least == 1 else ((ranks,), (least, ranks // least))
+def _plans(captured: fx.GraphModule, config: Config, device: Device | None, **tried: bool) -> Iterator[Plan]:
+    """Yield the plans of a captured graph, the quickest first."""
+    if device is None:
+        graph = pipeline.laid_out(captured, config=config)
+        local = pipeline.localized(graph, config=config)
+        yield Plan(describe(graph, local, config), graph, local, config)
+        return
+    for choice in choices(captured, config=config, device=device, **tried):
+        report, times = describe(choice.graph, choice.local, choice.config), estimates(choice, device)
+        nodes = tuple(dataclasses.replace(node, estimate=times.get(node.name)) for node in report.nodes)
+        report = dataclasses.replace(report, nodes=nodes)
+        yield Plan(report, choice.graph, choice.local, choice.config, device)
 
 
 def _within(tried: Sequence[Plan], limit_gib: float) -> Plan:
@@ -344,29 +330,31 @@ def _mesh_shape(world_size: int | None, mesh_shape: Sequence[int] | None) -> tup
     return shape
 
 
-class _PlannedError(Exception):
-    """Ends the call when the graphs are made: there is nothing to run."""
+class _CapturedError(Exception):
+    """Ends the call when the graph is captured: there is nothing to run."""
 
 
-def _plans(
-    model: torch.nn.Module,
-    inputs: Sequence[Any],
-    config: Config,
-    device: Device | None,
-    meshes: Sequence[tuple[int, ...]],
-) -> list[Plan]:
-    """Capture the model and run the passes; the graph is not run.  The plans that were tried, the quickest first."""
-    found: list[Plan] = []
-    failed: list[FxShardError] = []
+def captured_graph(model: torch.nn.Module, inputs: Sequence[Any], config: Config) -> fx.GraphModule:
+    """Return the functional global graph of a model; nothing is run.
+
+    Args:
+        model: On any device.
+        inputs: What its forward takes, whole.
+        config: Says how random numbers are drawn.
+
+    Raises:
+        CaptureError: The model does not run on these inputs, or cannot be captured whole; with the line.
+    """
+    found: list[fx.GraphModule | FxShardError] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., NoReturn]:
         try:
-            found.extend(_of_graph(gm, example_inputs, config, device, meshes))
-        except FxShardError as error:
-            failed.append(error)
+            found.append(pipeline.captured(gm, example_inputs, config=config))
+        except FxShardError as error:  # Dynamo would wrap it
+            found.append(error)
 
         def end(*_: Any) -> NoReturn:
-            raise _PlannedError
+            raise _CapturedError
 
         return end
 
@@ -374,30 +362,9 @@ def _plans(
     try:
         with capturing(model), unsynchronised_batch_norms():
             compiled(*inputs)
-    except _PlannedError:
+    except _CapturedError:
         pass
-    if failed:
-        raise failed[0]
-    if not found:
-        raise not_captured(model)
-    return found
-
-
-def _of_graph(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    config: Config,
-    device: Device | None,
-    meshes: Sequence[tuple[int, ...]],
-) -> list[Plan]:
-    if device is None:
-        graph, _ = planned(gm, example_inputs, config=config, device=None)
-        made = [(graph, config)]
-    else:
-        tried = choices(gm, example_inputs, config=config, device=device, meshes=meshes)
-        made = [(choice.graph, choice.config) for choice in tried]
-    plans = []
-    for graph, decided in made:
-        local = localized(graph, config=decided)
-        plans.append(Plan(describe(graph, local, decided), graph, local, decided, device))
-    return plans
+    made = found[0] if found else not_captured(model)
+    if isinstance(made, FxShardError):
+        raise made
+    return made

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from fxshard.drawing import bytes_text
@@ -10,11 +12,46 @@ from fxshard.drawing import bytes_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fxshard.report import NodeReport
+    from fxshard.report import Estimate, NodeReport, PlanReport
 
 MOST_BOUNDS = 9
 """How many bounds of a split a table shows."""
+MOST_STAGES = 24
+"""How many rows a summary has at most; deeper modules are folded into their parents until it fits."""
 HEAD = ("stage", "last map", "layout", "halos", "halo bytes", "reduced", "gathers")
+
+
+def summary(report: PlanReport) -> list[str]:
+    """Return the lines of a page: one row for each stage of the model, totals, and why something is gathered."""
+    ranks, mesh = math.prod(report.mesh_shape), " x ".join(map(str, report.mesh_shape))
+    lines = [f"{ranks} ranks, mesh {mesh}; what rank {report.coords} holds and sends in a step", ""]
+    lines += table([HEAD, *(stage_row(name, nodes) for name, nodes in stages(report).items())])
+    lines += ["", "in all"]
+    for way, part in (("forward", report.total.forward), ("backward", report.total.backward)):
+        lines += [
+            f"  {way:<9} {kind:<13}{sent.messages:>6} {sent.noun:<8} {size_or_dash(sent.bytes):>11}"
+            for kind, sent in part.items()
+        ]
+    return [*lines, "", *_gathers(report)]
+
+
+def _gathers(report: PlanReport) -> list[str]:
+    if not report.reasons:
+        return ["nothing is gathered for want of a rule"]
+    return ["gathered, or not split", *(f"  {count:>4} x {reason}" for reason, count in report.reasons.items())]
+
+
+def stages(report: PlanReport) -> dict[str, tuple[NodeReport, ...]]:
+    """Return the nodes by module path, cut to the depth at which a summary fits a page."""
+    paths = [node.module.split(".") if node.module else [] for node in report.nodes]
+    for depth in range(max(map(len, paths), default=0), -1, -1):
+        found: defaultdict[str, list[NodeReport]] = defaultdict(list)
+        for node, path in zip(report.nodes, paths, strict=True):
+            if node.op not in ("placeholder", "output") and node.shape is not None:
+                found[".".join(path[:depth])].append(node)
+        if len(found) <= MOST_STAGES:
+            break
+    return {name: tuple(nodes) for name, nodes in found.items()}
 
 
 def stage_row(name: str, nodes: Sequence[NodeReport]) -> tuple[str, ...]:
@@ -68,6 +105,22 @@ def explained(node: NodeReport) -> list[str]:
         lines += [f"    {way} {kind}: {t.messages} {t.noun}, {t.bytes:,} bytes" for kind, t in part.items()]
     if node.reason:
         lines.append(f"    {'not split' if node.op == 'placeholder' else 'gathered'}: {node.reason}")
+    return [*lines, *_times(node.estimate)]
+
+
+def _times(estimate: Estimate | None) -> list[str]:
+    """Return what is said of a node's time: nothing of a view's, which has none and sends nothing."""
+    if estimate is None or not any((estimate.here_us, estimate.whole_us, estimate.otherwise_us)):
+        return []
+    if estimate.split_us is None or estimate.whole_us is None:
+        return [f"    estimated: {estimate.here_us:.1f} us"]
+    gather = "" if estimate.gather_us is None else f"; to gather its value {estimate.gather_us:.1f} us"
+    lines = [f"    estimated: split {estimate.split_us:.1f} us, whole {estimate.whole_us:.1f} us{gather}"]
+    if estimate.otherwise_us is not None:
+        other = "whole" if estimate.is_split else "split"
+        others = f", and with it {estimate.with_it} more" if estimate.with_it else ""
+        longer = f"a step would take {estimate.otherwise_us:.1f} us more, gathers included"
+        lines.append(f"    if it were {other}{others}: {longer}")
     return lines
 
 

@@ -90,6 +90,30 @@ class Communication:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """How long a rank takes for a node in a step, and what the alternative would cost: estimates, in microseconds.
+
+    Args:
+        here_us: As planned: its work, and waiting for what is sent for it.
+        is_split: Whether it is split, as planned.
+        split_us: The same where the node is split; None where it cannot be.
+        whole_us: Its work where every rank runs it whole; None where it cannot be split.
+        gather_us: To put its value together, once, where it is split and read whole; None where it is not split.
+        otherwise_us: How much longer a step would be with the node the other way, whole or split, with what is gathered
+            then or no more; None where there is no other way.
+        with_it: How many other nodes would have to be the other way, too.
+    """
+
+    here_us: float
+    is_split: bool = False
+    split_us: float | None = None
+    whole_us: float | None = None
+    gather_us: float | None = None
+    otherwise_us: float | None = None
+    with_it: int = 0
+
+
+@dataclass(frozen=True)
 class NodeReport:
     """One node of the planned graph.
 
@@ -109,6 +133,7 @@ class NodeReport:
         sent: What this rank sends for it.
         inputs: The nodes that it reads.
         is_state: Whether it is a parameter or a buffer of the model.
+        estimate: Of its time; None where the plan is for no device.
     """
 
     name: str
@@ -123,6 +148,7 @@ class NodeReport:
     sent: Communication = field(default_factory=Communication)
     inputs: tuple[str, ...] = ()
     is_state: bool = False
+    estimate: Estimate | None = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +213,7 @@ def describe(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> 
     assert config.rank is not None, "a local graph is one rank's"
     coords = config.rank.coords
     sent: dict[fx.Node, Communication] = {}
-    for _, origin, its in _communications(planned, local, config):
+    for _, origin, its in communications(planned, local, config):
         sent[origin] = sent.get(origin, Communication()) + its
     state = _state(planned, planned)
     nodes = tuple(
@@ -205,7 +231,7 @@ def describe_local(planned: fx.GraphModule, local: fx.GraphModule, config: Confi
     """Return what the graph of ``config.rank`` does, node by node; arguments as :func:`describe`'s."""
     assert config.rank is not None, "a local graph is one rank's"
     coords = config.rank.coords
-    sent = {node: its for node, _, its in _communications(planned, local, config)}
+    sent = {node: its for node, _, its in communications(planned, local, config)}
     state = _state(planned, local)
     nodes = tuple(
         dataclasses.replace(
@@ -289,10 +315,16 @@ def _merge(a: dict[str, Traffic], b: dict[str, Traffic]) -> dict[str, Traffic]:
     return {kind: a.get(kind, Traffic()) + b.get(kind, Traffic()) for kind in KINDS if kind in a or kind in b}
 
 
-def _communications(
+def communications(
     planned: fx.GraphModule, local: fx.GraphModule, config: Config
 ) -> Iterator[tuple[fx.Node, fx.Node, Communication]]:
-    """Yield the local nodes that communicate, each with its planned node and with what is sent."""
+    """Yield the local nodes that communicate, each with its planned node and with what is sent.
+
+    Args:
+        planned: The global graph.
+        local: That of ``config.rank``.
+        config: The mesh and the rank.
+    """
     with_gradient, bucketed = _with_gradient(planned, local), _bucketed(local, config)
     for node, origin in origins(planned, local):
         if node in bucketed:

@@ -49,8 +49,12 @@ def run_pass(function: Callable[..., fx.GraphModule], gm: fx.GraphModule, **opti
 
 def planned(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> fx.GraphModule:
     """Return the captured graph with a layout on every node."""
-    decided = run_pass(plan, captured(gm, example_inputs, config=config), config=config)
-    return run_pass(push_splits, decided, config=config)
+    return laid_out(captured(gm, example_inputs, config=config), config=config)
+
+
+def laid_out(functional: fx.GraphModule, *, config: Config) -> fx.GraphModule:
+    """Return a functional global graph, changed in place, with a layout on every node."""
+    return run_pass(push_splits, run_pass(plan, functional, config=config), config=config)
 
 
 def captured(gm: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> fx.GraphModule:

@@ -70,8 +70,6 @@ def plan(gm: fx.GraphModule, *, config: Config) -> fx.GraphModule:
     node = next(iter(gm.graph.nodes))
     while node.op != "root":
         node = planner.visit(node)
-    gm.graph.lint()
-    gm.recompile()
     return gm
 
 
@@ -88,6 +86,21 @@ def aligned_bounds(size: int, ranks: int) -> tuple[int, ...]:
         if min(lengths) > 0 and max(lengths) * ranks <= size * (1 + MOST_IMBALANCE):
             return bounds
     return even_bounds(size, ranks)
+
+
+def splits_again(call: OpCall, dim: int, ranks: int, image_dims: int) -> bool:
+    """Return whether an operator splits a map that was gathered: it is worth it, and has columns enough for every rank.
+
+    Args:
+        call: Its call; the first input is the map.
+        dim: What the mesh axis splits, -1 for nothing.
+        ranks: On the mesh axis.
+        image_dims: Dimensions of an image.
+    """
+    found = find_rule(call.op)
+    if not (found and found.enters and dim >= 0 and ranks > 1 and len(call.shape(0)) == image_dims):
+        return False
+    return min(call.shape(0)[dim], call.out_shape[dim]) >= LEAST_COLUMNS * ranks
 
 
 def _user_inputs(gm: fx.GraphModule) -> list[fx.Node]:
@@ -155,6 +168,14 @@ def _check_modules(gm: fx.GraphModule, config: Config) -> None:
             raise PlanError(msg + near_modules(pattern, paths))
 
 
+def why_whole(node: fx.Node, config: Config) -> str:
+    """Return why a node that could be split is not, as asked or decided; nothing where it may be."""
+    path = module_path(node)
+    pattern = next((p for p in config.whole_modules if _is_within(path, p)), None)
+    decided = next((why for name, why in config.whole if name == node.name), "")
+    return f"asked for: {pattern!r} runs whole" if pattern else decided
+
+
 def _is_within(path: str, pattern: str) -> bool:
     """Return whether a module, or one that it is in, has a path of this pattern."""
     parts = path.split(".")
@@ -196,7 +217,6 @@ class _Planner:
         self.image_dims = max((tensor_value(n).ndim for n in self.images), default=0)
         self.bounds: dict[tuple[int, int], tuple[int, ...]] = {}
         self.whole = replicated(len(config.mesh_shape))
-        self.kept_whole = dict(config.whole)
         inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
         self.given = {inputs[number]: layout for number, layout in config.parts}
         for layout in self.given.values():
@@ -245,7 +265,7 @@ class _Planner:
 
     def _visit_operator(self, node: fx.Node) -> fx.Node:
         call = OpCall(node)
-        why = self._why_whole(node)
+        why = why_whole(node, self.config)
         if why:
             return self._keep_whole(call, why)
         layouts = [_settled(_outputs(n)[0]) for n in call.inputs]
@@ -267,12 +287,6 @@ class _Planner:
         set_plan(node, NodePlan(inputs, outputs, "; ".join(dict.fromkeys(reasons))))
         self._remember(call, outputs)
         return node.next
-
-    def _why_whole(self, node: fx.Node) -> str:
-        """Return why a node that could be split is not, as asked; nothing where it may be."""
-        path = module_path(node)
-        pattern = next((p for p in self.config.whole_modules if _is_within(path, p)), None)
-        return f"asked for: {pattern!r} runs whole" if pattern else self.kept_whole.get(node.name, "")
 
     def _keep_whole(self, call: OpCall, why: str) -> fx.Node:
         row, axes = _whole_row(call), len(self.whole.axes)
@@ -297,15 +311,12 @@ class _Planner:
 
     def _entered(self, call: OpCall, axis: int, at: tuple[Placement, ...]) -> tuple[Placement, ...]:
         """Split a map again that was gathered before, where the operator has enough columns for every rank."""
-        dim, ranks, found = self.dims[axis], self.config.mesh_shape[axis], find_rule(call.op)
+        dim, ranks = self.dims[axis], self.config.mesh_shape[axis]
         whole = all(isinstance(p, Replicate) for p in at)
-        if not (whole and found and found.enters and dim >= 0 and ranks > 1 and call.inputs[0] in self.images):
+        if not (whole and splits_again(call, dim, ranks, self.image_dims) and call.inputs[0] in self.images):
             return at
-        shape, out_shape = call.shape(0), call.out_shape
-        if len(shape) != self.image_dims or min(shape[dim], out_shape[dim]) < LEAST_COLUMNS * ranks:
-            return at
-        bounds = self.bounds.get((axis, shape[dim])) or aligned_bounds(shape[dim], ranks)
-        return (Shard(dim, bounds), *at[1:])
+        size = call.shape(0)[dim]
+        return (Shard(dim, self.bounds.get((axis, size)) or aligned_bounds(size, ranks)), *at[1:])
 
     def _split_twice(self, layouts: list[Layout], axis: int) -> bool:
         """Whether an earlier axis splits the same dimension of an input as ``axis``."""

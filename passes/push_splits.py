@@ -12,7 +12,8 @@ Before::                                     After (rank 1 of 2)::
     add(x, slice)                            add(x, mul)
 
 From the last node to the first: what a node wants of its inputs is known before they are looked at.  A rule with
-``split_as`` says how its operator is made in parts.  Nothing more travels, the whole map is never allocated.
+``split_as`` says how its operator is made in parts.  Nothing more travels, the whole map is never allocated.  What is
+to run whole stays whole.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fxshard.layout import Layout, Replicate, Shard
+from fxshard.passes.plan import why_whole
 from fxshard.rules import OpCall, Row, find_rule
 from fxshard.values import plan_of, set_plan
 
@@ -46,6 +48,8 @@ def push_splits(gm: fx.GraphModule, *, config: Config) -> fx.GraphModule:
     for node in reversed(gm.graph.nodes):
         found, wanted = plan_of(node), _wanted_of(node)
         if found is None or wanted is None or not all(layout.is_replicated for layout in found.outputs):
+            continue
+        if why_whole(node, config):
             continue
         rows = _rows(node, found, wanted)
         if rows:

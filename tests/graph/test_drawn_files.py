@@ -10,12 +10,14 @@ from xml.etree import ElementTree as ET
 
 import networkx as nx
 import pytest
+import torch
 
+import fxshard
 from fxshard import dry_run, plan_command
 from fxshard.cli import main
 from fxshard.drawing import ORDER_MEANING
 from fxshard.errors import PlanError
-from tests.drawn import drawn, dropping
+from tests.drawn import Net, drawn, dropping
 
 if TYPE_CHECKING:
     from fxshard.report import PlanReport
@@ -45,6 +47,20 @@ def test_json_is_as_the_schema_says(stage: str, tmp_path: Path) -> None:
     assert {name for node in table["nodes"] for name in node["inputs"]} <= set(names)
     del table["nodes"][0]["op"]
     assert not validator.is_valid(table)
+
+
+def test_json_has_the_times_of_a_plan_for_a_device(tmp_path: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    with torch.device("meta"):
+        plan = fxshard.plan(Net(), torch.empty(2, 3, 24, 64), world_size=2, device="h200")
+    table = json.loads(plan.save(tmp_path / "plan.json").read_text())
+    jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text())).validate(table)
+    times = {node["name"]: node["estimate"] for node in table["nodes"]}
+    assert times["arg0_1"] is None
+    assert times["conv2d"]["otherwise_us"] > 0
+    sort = next(node for node in table["nodes"] if "sort" in node["op"])
+    assert sort["estimate"]["split_us"] is None
+    assert sum(t["here_us"] for t in times.values() if t) == pytest.approx(1e6 * plan.step_s[0], abs=0.1)
 
 
 @pytest.mark.parametrize("stage", STAGES)

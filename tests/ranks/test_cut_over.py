@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -110,6 +111,18 @@ def test_the_estimate_is_said() -> None:
     assert 0 < alone < 1
     times = f"estimated step on x: {1e3 * rank:.2f} ms, {alone / rank:.2f} times as fast as one device alone"
     assert f"{times}: an efficiency of {100 * alone / rank / 2:.0f} %" in str(found)
+
+
+def test_a_node_says_what_the_alternative_would_cost() -> None:
+    model, (image,) = hourglass()
+    found = fxshard.plan(model, image, world_size=2, placements=[Shard(3)], device=SLOW)
+    whole, split = found.explain("deep.0"), found.explain("down")
+    assert re.search(r"estimated: split \d+\.\d us, whole \d+\.\d us; to gather its value \d+\.\d us", split)
+    assert re.search(
+        r"if it were whole, and with it 3 more: a step would take \d+\.\d us more, gathers included", split
+    )
+    assert re.search(r"if it were split: a step would take \d+\.\d us more", whole)
+    assert "estimated" not in fxshard.plan(model, image, world_size=2, placements=[Shard(3)]).explain("down")
 
 
 def test_the_dimension_with_the_least_time_is_split() -> None:

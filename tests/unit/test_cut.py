@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxshard.cut import Value, cheapest_split, cost_of
+from fxshard.otherwise import Turn, Turns
 
 LARGEST = 14
 
@@ -75,3 +77,36 @@ def test_a_late_small_part_is_cut_over_and_a_large_one_after_it_is_split_again()
         "again": Value(50, 100),
     }
     assert cheapest_split(values) == {"large", "again"}
+
+
+def least_with(values: dict[int, Value], name: int, *, split: bool) -> int | None:
+    """Return the least cost of all choices in which a node is as asked."""
+    value = dataclasses.replace(values[name], whole=None) if split else dataclasses.replace(values[name], split=None)
+    return least({**values, name: value})
+
+
+@given(st.integers(0, 2**32), st.integers(1, 8))
+def test_turning_a_node_is_a_choice_that_costs_what_is_said(seed: int, size: int) -> None:
+    values = drawn_graph(random.Random(seed), size)
+    best = least(values)
+    if best is None:
+        return
+    chosen = cheapest_split(values)
+    turns = Turns(values, chosen)
+    for name in values:
+        turn, turned = turns.of(name), turns._turned(name)
+        assert name in turned
+        if turn is None:
+            assert cost_of(values, chosen ^ turned) is None
+            continue
+        assert best + turn.costs == cost_of(values, chosen ^ turned)
+        assert turn.with_it == len(turned) - 1
+        other = least_with(values, name, split=name not in chosen)
+        assert other is not None
+        assert 0 <= other - best <= turn.costs
+
+
+def test_what_needs_a_node_split_turns_with_it() -> None:
+    needing = [Value(1, 9, readers=("b",)), Value(1, 9, readers=("c",), needs=("a",)), Value(1, 9, needs=("b",))]
+    turns = Turns(dict(zip("abc", needing, strict=True)), frozenset("abc"))
+    assert [turns.of(name) for name in "abc"] == [Turn(24, 2), Turn(16, 1), Turn(8, 0)]
