@@ -19,6 +19,7 @@ from torch import fx
 from fxshard._torch import make_fx, unfunctionalized
 from fxshard.emitter import ORIGIN_KEYS, RECOMPUTE_KEYS
 from fxshard.errors import InternalError
+from fxshard.ops.detached import DetachKept
 from fxshard.values import tensor_value
 
 if TYPE_CHECKING:
@@ -110,12 +111,15 @@ def _traced(call: OpCall, program: Any) -> fx.GraphModule:
 
     def run(*tensors: torch.Tensor) -> Any:
         args, kwargs = call.rebind(tensors)
-        return program(*args, **kwargs)
+        with DetachKept():
+            return program(*args, **kwargs)
 
     with torch.no_grad(), fakes[0].fake_mode:  # type: ignore[attr-defined]
         traced = make_fx(unfunctionalized(run), tracing_mode="real")(*fakes)
         if any(_writes(n) for n in traced.graph.nodes):  # a composite that was taken apart below functionalization
             traced = make_fx(unfunctionalized(traced), tracing_mode="real")(*fakes)
+    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.fxshard.detached.default):
+        node.target = torch.ops.aten.detach.default
     traced.graph.eliminate_dead_code()
     return traced
 

@@ -15,8 +15,9 @@ operator             does                            backward
 ===================  ==============================  ====================================
 
 ``custom_gradient`` marks a backward of the user's own, ``renew`` a value that was written behind autograd's back,
-``random`` draws what eager mode draws, ``counter`` a part of what a seed says.  Importing this package defines all of
-them.  Ranks are group-relative and arguments, so that a graph says on its own what a rank does.
+``random`` draws what eager mode draws, ``counter`` a part of what a seed says, and ``detached`` is there while programs
+are traced.  Importing this package defines all of them.  Ranks are group-relative and arguments, so that a graph says
+on its own what a rank does.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fxshard.ops import (
     all_reduce,
     counter,
     custom_gradient,
+    detached,
     halo_accumulate,
     halo_exchange,
     random,
@@ -44,6 +46,7 @@ __all__ = [
     "all_reduce",
     "counter",
     "custom_gradient",
+    "detached",
     "halo_accumulate",
     "halo_exchange",
     "lowering_hash",

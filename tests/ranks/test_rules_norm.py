@@ -96,6 +96,52 @@ def test_norm_in_eval_mode_equals_one_device(pool: RankPool, name: str) -> None:
     assert_exact(pool, case(name, "w-2", training=False))
 
 
+class ReadsStatistics(nn.Module):
+    """Uses the running statistics that its norm has just written: constants, as they have no history."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm = conv(), norm
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(self.conv(x))
+        read = [b for b in self.norm.buffers() if b.is_floating_point()]
+        return y * read[-1].sum(), torch.stack([(b * b).sum() for b in read])
+
+
+class Averages(nn.Module):
+    """A norm of the user's own, with a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean((0, 2, 3))
+        with torch.no_grad():
+            assert isinstance(self.average, torch.Tensor)
+            self.average.mul_(0.9).add_(0.1 * mean)
+        return x - mean[:, None, None]
+
+
+READ: dict[str, Callable[[], nn.Module]] = {
+    "batch": lambda: nn.BatchNorm2d(CHANNELS),
+    "batch-cumulative": lambda: nn.BatchNorm2d(CHANNELS, momentum=None),
+    "instance": lambda: nn.InstanceNorm2d(CHANNELS, track_running_stats=True),
+    "own": Averages,
+}
+
+
+def build_reading(name: str) -> tuple[nn.Module, tuple[Tensor]]:
+    return ReadsStatistics(READ[name]()), (torch.randn(2, 3, 9, 11),)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", READ)
+def test_no_gradient_passes_through_running_statistics(pool: RankPool, name: str, backend: str) -> None:
+    assert_exact(pool, Case(functools.partial(build_reading, name), (Shard(3),), (2,), backend))
+
+
 def build_image() -> tuple[nn.Module, tuple[Tensor]]:
     return nn.Sequential(conv(), nn.BatchNorm2d(CHANNELS), nn.SiLU()), (torch.randn(2, 3, 9, 11),)
 
