@@ -19,6 +19,7 @@ from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
+    TorchDynamoException,
     TorchRuntimeError,
     Unsupported,
     UserError,
@@ -63,6 +64,7 @@ __all__ = [
     "FakeTensorMode",
     "InternalTorchDynamoError",
     "Partitioned",
+    "TorchDynamoException",  # what Dynamo's errors have in common: the stack of the user's program
     "TorchRuntimeError",  # an operator that Dynamo meets refuses its inputs
     "TracingContext",
     "Unsupported",  # Dynamo met code that it cannot capture whole

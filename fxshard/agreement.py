@@ -58,7 +58,7 @@ _SAME_BATCH = (
 REMEDIES = {
     ("option ",): "give every rank the same options",
     ("input ",): _SAME_BATCH,
-    ("need a gradient",): "freeze the same layers on every rank",
+    ("need a gradient",): "one mode (no_grad, train or eval) and the same frozen layers on every rank",
     ("captured graph",): "every rank runs the same code of the model: one mode (train or eval), the same keywords",
     (
         "parameter and buffer values",

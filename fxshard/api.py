@@ -152,6 +152,9 @@ def transform(  # noqa: PLR0913  options, by keyword
                 optimizer.step()
                 optimizer.zero_grad()
     """
+    if not isinstance(model, torch.nn.Module):
+        msg = f"transform takes a torch.nn.Module and was given a {type(model).__name__}; put a function in a module"
+        raise PlanError(msg)
     options = {
         "mesh": mesh,
         "placements": placements,

@@ -5,11 +5,36 @@ Figures are of sustained work, as measured, not of a data sheet.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from fxshard.errors import PlanError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def _check(figures: Link | Device, *, positive: Sequence[str], finite: Sequence[str]) -> None:
+    """Check the figures that are estimated with.
+
+    Args:
+        figures: Has them as attributes.
+        positive: Those that are divided by; infinite is as fast as can be.
+        finite: Those that are added up, 0 or more.
+
+    Raises:
+        PlanError: One is no number, or out of range.
+    """
+    for name in (*positive, *finite):
+        value = getattr(figures, name)
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (number and (value > 0 if name in positive else 0 <= value < math.inf)):
+            wanted = "a number above 0" if name in positive else "a finite number, 0 or more"
+            msg = f"{type(figures).__name__}.{name}={value!r} is not {wanted}"
+            raise PlanError(msg)
 
 
 @dataclass(frozen=True)
@@ -26,6 +51,9 @@ class Link:
     exchange_us: float
     reduce_us: float
     bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check(self, positive=("bytes_per_s",), finite=("exchange_us", "reduce_us"))
 
 
 @dataclass(frozen=True)
@@ -51,6 +79,10 @@ class Device:
     kernel_us: float
     memory_gib: float
     link: Link
+
+    def __post_init__(self) -> None:
+        speeds = ("half_flops", "single_flops", "depthwise_flops", "bytes_per_s", "memory_gib")
+        _check(self, positive=speeds, finite=("kernel_us",))
 
     def flops(self, dtype: torch.dtype, *, depthwise: bool = False) -> float:
         """Return how many operations per second it does on values of ``dtype``."""

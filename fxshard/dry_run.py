@@ -32,7 +32,7 @@ from fxshard.drawing import Drawing
 from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError, shortened
-from fxshard.memory import Memory, predict_memory
+from fxshard.memory import Memory, predict_memory, size_text
 from fxshard.near_names import near_modules
 from fxshard.options import check_choices, placements_of, split_dims_of
 from fxshard.passes import pipeline
@@ -269,6 +269,7 @@ def plan(  # noqa: PLR0913  options, by keyword
     config = Config(mesh_shape=shape, dims=dims, rank=rank, rng=rng, inner_backend=inner_backend, whole_modules=modules)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     found = None if device is None else device_named(device)
+    _check_limit(memory_limit_gib)
     any_mesh = world_size is not None and dims is None
     try:
         with torch.set_grad_enabled(training):
@@ -298,6 +299,18 @@ def _plans(captured: fx.GraphModule, config: Config, device: Device | None, **tr
         yield Plan(report, choice.graph, choice.local, choice.config, device)
 
 
+def _check_limit(limit_gib: float | None) -> None:
+    """Check a memory limit.
+
+    Raises:
+        PlanError: It is no size.
+    """
+    number = isinstance(limit_gib, (int, float)) and not isinstance(limit_gib, bool)
+    if limit_gib is not None and not (number and limit_gib > 0):
+        msg = f"memory_limit_gib={limit_gib!r} is no size in GiB; give a number above 0, or None for no limit"
+        raise PlanError(msg)
+
+
 def _within(tried: Sequence[Plan], limit_gib: float) -> Plan:
     """Return the first plan that keeps to the limit.
 
@@ -310,9 +323,9 @@ def _within(tried: Sequence[Plan], limit_gib: float) -> Plan:
     best = min(tried, key=lambda p: p.memory.peak.bytes)
     ranks, memory = math.prod(best.config.mesh_shape), best.memory
     fixed = memory.state_bytes + memory.gradient_bytes + memory.input_bytes
-    msg = f"{ranks} ranks need {memory.peak.bytes / GIB:.2f} GiB each, and the limit is {limit_gib:g} GiB: "
+    msg = f"{ranks} ranks need {size_text(memory.peak.bytes)} each, and the limit is {limit_gib:g} GiB: "
     if fixed >= limit_gib * GIB:
-        whole = f"parameters, gradients and inputs are {fixed / GIB:.2f} GiB and whole on every rank"
+        whole = f"parameters, gradients and inputs are {size_text(fixed)} and whole on every rank"
         raise PlanError(msg + f"{whole}; no number of ranks is enough: use FSDP beside it")
     needed = math.ceil(ranks * (memory.peak.bytes - fixed) / (limit_gib * GIB - fixed))
     raise PlanError(msg + f"about {needed} ranks are needed; also smaller are bfloat16 and activation checkpoints")

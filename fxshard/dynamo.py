@@ -15,6 +15,7 @@ import ast
 import logging
 import os
 import re
+import traceback
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from fxshard._torch import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
+    TorchDynamoException,
     TorchRuntimeError,
     Unsupported,
     UserError,
@@ -37,6 +39,7 @@ from fxshard._torch import (
 from fxshard.batch_norms import cumulative_averages
 from fxshard.errors import CaptureError, FxShardError
 from fxshard.functions import too_many_graphs
+from fxshard.graph_breaks import reason_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -63,6 +66,13 @@ class Call:
 _SAID = re.compile(r"got \w+\((?P<text>.+)\)$", re.MULTILINE)
 """What an operator raised, in a message of Dynamo's."""
 _FAKE_TENSORS = logging.getLogger("torch._subclasses.fake_tensor")
+_CONTEXT = re.compile(r"Developer debug context: (?P<text>.*)$", re.MULTILINE)
+"""What Dynamo met, in a message of its own."""
+MOST_CONTEXT = 160
+REMEDY = (
+    "Change the line (torch.where in place of a branch on a value), keep it out of the module that is transformed, or "
+    'use torch.compile(model, backend="fxshard"), which takes the pieces one by one. TORCHDYNAMO_VERBOSE=1 says more'
+)
 Announce: TypeAlias = "Callable[[str, Exception], None]"
 """Tells the other ranks, in words, of an error."""
 _CAPTURE = _Capture()
@@ -205,7 +215,7 @@ def own_errors(net: torch.nn.Module, announce: Announce = _to_nobody) -> Iterato
         announce(str(error), error)
         raise
     except (Unsupported, UserError, InternalTorchDynamoError) as error:
-        msg = f"{type(net).__name__} cannot be captured whole: {error}"
+        msg = f"{type(net).__name__} cannot be captured whole: {_refusal(error)}\n{_users_frame(error)}{REMEDY}"
         announce(msg, error)
         raise CaptureError(msg) from error
     except FailOnRecompileLimitHit as error:
@@ -221,6 +231,16 @@ def own_errors(net: torch.nn.Module, announce: Announce = _to_nobody) -> Iterato
         raise
 
 
+def _refusal(error: Unsupported | UserError | InternalTorchDynamoError) -> str:
+    """Return Dynamo's words without its hints; with ``TORCHDYNAMO_VERBOSE=1`` all of them."""
+    if os.environ.get("TORCHDYNAMO_VERBOSE") == "1" or isinstance(error, InternalTorchDynamoError):
+        return str(error)
+    words = reason_text(error.msg if isinstance(error, Unsupported) else str(error))
+    context = _CONTEXT.search(str(error))
+    said = context["text"].strip() if context else ""
+    return f"{words} ({said})" if said and len(said) <= MOST_CONTEXT and "\n" not in said else words
+
+
 def _reason(error: TorchRuntimeError) -> str:
     """Return what the operator said: Dynamo quotes it among the arguments and frames."""
     said = _SAID.search(str(error))
@@ -230,11 +250,20 @@ def _reason(error: TorchRuntimeError) -> str:
         return str(error)
 
 
-def _users_line(error: TorchRuntimeError) -> str:
+def _users_line(error: TorchDynamoException) -> str:
     """Return the innermost line that is neither torch's nor fxshard's, to be put behind the reason."""
-    own = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
-    frames = [frame for frame in error.real_stack or () if not frame.filename.startswith(own)]
+    frames = _users_frames(error)
     return f"\n  at {frames[-1].filename}:{frames[-1].lineno} {frames[-1].line}" if frames else ""
+
+
+def _users_frame(error: TorchDynamoException) -> str:
+    """Return the same as in a traceback."""
+    return "".join(traceback.format_list(_users_frames(error)[-1:]))
+
+
+def _users_frames(error: TorchDynamoException) -> list[traceback.FrameSummary]:
+    own = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+    return [frame for frame in getattr(error, "real_stack", None) or () if not frame.filename.startswith(own)]
 
 
 def not_captured(net: torch.nn.Module) -> CaptureError:

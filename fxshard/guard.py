@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("fxshard")
+NOT_ONE_BATCH = (
+    "warning of fxshard: the ranks were given different inputs, at call %d, and this is looked at only now and then: "
+    "results mix the batches.\n%s\ncheck_every=1 makes it an error at the first call that differs"
+)
 _GLOO = re.compile(r"gloo|Timed out waiting|Connection (closed|reset)|Application timeout", re.IGNORECASE)
 
 
@@ -92,7 +96,7 @@ class Guard:
             words, values = {**words, **values}, {}
         differing = agreement.agree_to_run(self.mesh, words, values)
         if differing:
-            log.log(news_level(self.mesh), "the ranks were given other inputs:\n%s", differing)
+            log.log(news_level(self.mesh), NOT_ONE_BATCH, self.calls, differing)
 
     def tell(self, error: Exception) -> None:
         """Tell the other ranks that this one failed while it ran: they may wait for it in a collective, or will.

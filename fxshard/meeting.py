@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from collections import defaultdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -21,8 +22,15 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
+log = logging.getLogger("fxshard")
 GRACE_S = 3.0
 """How long a rank that knows of a difference waits to hear it from everyone."""
+LONG_S = 60.0
+"""After how long a rank says that it waits."""
+NOT_ALL = (
+    "warning of fxshard: this rank waits for %.0f s to run the model, and %d of %d ranks have come: the others ran out "
+    "of batches, raised, or do work of their own. It waits %.0f s in all, the timeout of init_process_group"
+)
 GIVEN_UP = 2**32
 """What a rank that leaves adds to the count, so that nobody who comes later completes it."""
 SAME, DIFFERENT = "same", "different"
@@ -92,7 +100,7 @@ class Meeting:
             return None
         if came == 1:
             self._take_away("first", "count", "gate")
-        if came == 0 or not self._wait([gate], timeout_s):
+        if came == 0 or not self._wait_and_say(gate, timeout_s):
             self._give_up()
         return None if self._store.get(gate).decode() == SAME else self.told(self.words, GRACE_S)
 
@@ -120,6 +128,16 @@ class Meeting:
         """
         self._store.set(self._key("gate"), DIFFERENT)
         self._tell(self.words)
+
+    def _wait_and_say(self, gate: str, timeout_s: float) -> bool:
+        """Wait for a gate, and say so where it takes long; return whether it is open."""
+        if timeout_s <= LONG_S:
+            return self._wait([gate], timeout_s)
+        if self._wait([gate], LONG_S):
+            return True
+        came = self._store.add(self._key("count"), 0)
+        log.warning(NOT_ALL, LONG_S, came, len(self._ranks), timeout_s)
+        return self._wait([gate], timeout_s - LONG_S)
 
     def _give_up(self) -> None:
         """Open the gate, unless all came meanwhile: then the last of them does."""

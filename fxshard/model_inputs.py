@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,10 @@ class ModelInput:
         return torch.randint(0, 2, self.sizes).to(getattr(torch, self.dtype))
 
 
+MOST_ELEMENTS = 2**59
+"""Whose bytes can be counted, of complex numbers too."""
+
+
 def model_input(text: str) -> ModelInput:
     """Return the input that is written as ``2x3x64x96`` or ``2x7:int64``.
 
@@ -84,7 +89,11 @@ def sizes(text: str) -> tuple[int, ...]:
     if not all(part.isdigit() for part in parts):
         msg = f"{text!r} is not of the form 7x3x512x8192"
         raise argparse.ArgumentTypeError(msg)
-    return tuple(positive(part) for part in parts)
+    found = tuple(positive(part) for part in parts)
+    if math.prod(found) > MOST_ELEMENTS:
+        msg = f"{text}: a tensor has no more than {MOST_ELEMENTS:.0e} elements"
+        raise argparse.ArgumentTypeError(msg)
+    return found
 
 
 def positive(text: str) -> int:

@@ -72,7 +72,13 @@ def build_named(name: str, *, num_classes: int, drop_path_rate: float = 0.0) -> 
     factory = _torchvision_factory(model) if library == "torchvision" else _factory(library, model)
     named = inspect.signature(factory).parameters
     every = library == "torchvision"  # its models take num_classes through **kwargs
-    built = factory(**{k: v for k, v in wanted.items() if k in named or (every and k == "num_classes")})
+    given = {k: v for k, v in wanted.items() if k in named or (every and k == "num_classes")}
+    try:
+        inspect.signature(factory).bind(**given)
+    except TypeError as error:
+        msg = f"{name!r} cannot be made without arguments: {error}; give a function without, module:function"
+        raise UnknownModelError(msg) from error
+    built = factory(**given)
     if not isinstance(built, nn.Module):
         msg = f"{name!r} returned {type(built).__name__}, not a torch.nn.Module"
         raise UnknownModelError(msg)

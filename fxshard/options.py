@@ -92,6 +92,10 @@ def placements_of(placements: Placements) -> tuple[Sequence[Placement] | None, t
     """
     if not isinstance(placements, Mapping):
         return placements, ()
+    for pattern in placements:
+        if not isinstance(pattern, str):
+            msg = f"placements has {pattern!r} for a module; patterns of paths are strings, such as 'decoder.*'"
+            raise PlanError(msg)
     modules = {pattern: wanted for pattern, wanted in placements.items() if pattern}
     for pattern, wanted in modules.items():
         if not all(isinstance(p, DTensorReplicate) for p in (wanted if isinstance(wanted, Sequence) else [wanted])):

@@ -15,6 +15,7 @@ import copy
 import functools
 import json
 import math
+import traceback
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,8 +23,10 @@ import torch
 
 from fxshard.bisect import Culprit, bisect_on_rank, first_of
 from fxshard.compare import KINDS, Difference, difference, transformed, within_float32
+from fxshard.errors import FxShardError
 from fxshard.options import check_choices
-from fxshard.trace import Case, build_model, run_steps
+from fxshard.provenance import frame_line, users_frame
+from fxshard.trace import Case, Trace, build_model, run_steps
 from fxshard.workers import RankPool
 
 if TYPE_CHECKING:
@@ -194,15 +197,34 @@ def _compare(rank: int, case: Case, dtype: str) -> _Compared:
     del rank
     torch.compiler.reset()
     case, truth = _of_dtype(case, dtype), _of_dtype(case, "float64")
-    expected = run_steps(*build_model(truth), truth)
+    expected = _untouched(truth)
     model, inputs = build_model(case)
     sharded = run_steps(transformed(model, case), inputs, case)
     found = difference(expected, sharded, dtypes=dtype == "float64")
     if dtype == "float64":
         return _Compared(found.exact(), found)
-    reference = run_steps(*build_model(case), case)
+    reference = _untouched(case)
     same = within_float32(expected, reference, sharded)
     return _Compared(same, found, difference(expected, reference, dtypes=False))
+
+
+def _untouched(case: Case) -> Trace:
+    """Return what the untouched model does.
+
+    Raises:
+        FxShardError: It does not run; with the user's line.
+    """
+    try:
+        return run_steps(*build_model(case), case)
+    except Exception as error:
+        frame = users_frame(traceback.extract_tb(error.__traceback__))
+        line = "" if frame is None else f"\n  at {frame_line(frame)}"
+        dtype = str(case.dtype).removeprefix("torch.")
+        msg = (
+            f"the untouched model does not run: {type(error).__name__}: {error}{line}\nit and its floating inputs are "
+            f"in {dtype} here; where it makes numbers of its own, give them that of its weights (x.to(weight.dtype))"
+        )
+        raise FxShardError(msg) from error
 
 
 def _of_dtype(case: Case, dtype: str) -> Case:

@@ -99,9 +99,16 @@ def _outwards(frame: FrameType | None) -> Iterator[Line]:
     """Yield where a frame and its callers are, the innermost first."""
     while frame is not None:
         number = frame.f_lineno
-        code = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
-        yield Line(frame, number, code)
+        yield Line(frame, number, _code(frame, number))
         frame = frame.f_back
+
+
+def _code(frame: FrameType, number: int | None) -> str:
+    """Return a line of source; nothing where there is none, or where another thread compiles the file just now."""
+    try:
+        return linecache.getline(frame.f_code.co_filename, number or 0, frame.f_globals).strip()
+    except TypeError:  # a frame may be between two lines, and a file that Dynamo makes may have none yet
+        return ""
 
 
 def _described(lines: Sequence[Line]) -> str:

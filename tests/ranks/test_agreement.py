@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import Shard
 
-from fxshard import agreement
+from fxshard import agreement, meeting
 from fxshard.api import transform
 from fxshard.compare import Case, Difference, compare_models
 from fxshard.errors import FxShardError
 from fxshard.meeting import GRACE_S
 from fxshard.workers import mesh
+from tests.ranks.training import logged
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -304,14 +305,18 @@ def test_ranks_that_part_later_are_told_and_go_on(pool: RankPool, name: str, way
         assert after.text == ""
 
 
-def miss_a_call(rank: int) -> list[Outcome]:
-    with pytest.MonkeyPatch.context() as patch:
+def miss_a_call(rank: int) -> tuple[list[Outcome], list[str]]:
+    with pytest.MonkeyPatch.context() as patch, logged() as lines:
         patch.setattr(agreement, "patience_s", lambda: 1.0)
-        return call_in_turn(rank, "transform", [["train"], ["nothing"]])
+        patch.setattr(meeting, "LONG_S", 0.5)
+        found = call_in_turn(rank, "transform", [["train"], ["nothing"]])
+    return found, [line for line in lines if "this rank waits" in line]
 
 
 def test_a_rank_that_misses_a_call_is_named_and_told_when_it_comes(pool: RankPool) -> None:
-    first, second = pool.run(miss_a_call, ranks=RANKS)
+    (first, said), (second, silence) = pool.run(miss_a_call, ranks=RANKS)
+    assert any("waits for 0 s to run the model, and 1 of 2 ranks have come" in line for line in said)
+    assert silence == []
     assert first[0].text.startswith("rank 1 of the mesh did not call the model within 1 s; at every call the ranks")
     assert second[-1].text.startswith("the other ranks gave up waiting for this one before it came")
     pool.run(leave_a_meeting, ranks=RANKS)  # so that the ranks are in step again

@@ -88,7 +88,7 @@ def test_other_images_in_a_later_step_are_said_by_the_first_rank(pool: RankPool)
     (call, _, lines), (other_call, _, silence) = pool.run(told_of_images, 0, ranks=2)
     assert (call, other_call, silence) == (0, 0, [])
     assert 1 <= len(lines) <= 4  # of eight calls, and the compilation
-    assert all("the ranks were given other inputs:\n  input args[0]: rank 0 has " in line for line in lines)
+    assert all("results mix the batches.\n  input args[0]: rank 0 has " in line for line in lines)
     assert all("the same batch" in line for line in lines)
 
 
