@@ -62,7 +62,7 @@ def test_a_link_has_figures_to_reckon_with(figure: str, value: float, text: str)
 
 def test_a_link_without_waits_and_limits_is_one() -> None:
     fast = dataclasses.replace(H200.link, exchange_us=0, reduce_us=0, bytes_per_s=math.inf)
-    assert plan(device=dataclasses.replace(H200, link=fast)).report.total.of("halo").messages
+    assert plan(device=dataclasses.replace(H200, link=fast)).report.total.of("gather").messages == 1  # the output
 
 
 @pytest.mark.parametrize("limit", [0, -1, math.nan, "3", True])
