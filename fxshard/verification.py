@@ -197,19 +197,22 @@ def _compare(rank: int, case: Case, dtype: str) -> _Compared:
     del rank
     torch.compiler.reset()
     case, truth = _of_dtype(case, dtype), _of_dtype(case, "float64")
-    expected = _untouched(truth)
+    expected = untouched(truth)
     model, inputs = build_model(case)
     sharded = run_steps(transformed(model, case), inputs, case)
     found = difference(expected, sharded, dtypes=dtype == "float64")
     if dtype == "float64":
         return _Compared(found.exact(), found)
-    reference = _untouched(case)
+    reference = untouched(case)
     same = within_float32(expected, reference, sharded)
     return _Compared(same, found, difference(expected, reference, dtypes=False))
 
 
-def _untouched(case: Case) -> Trace:
+def untouched(case: Case) -> Trace:
     """Return what the untouched model does.
+
+    Args:
+        case: Its model, inputs and dtype.
 
     Raises:
         FxShardError: It does not run; with the user's line.

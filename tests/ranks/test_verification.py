@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from fxshard.cli import main
 from fxshard.compare import KINDS, Difference, Worst
 from fxshard.rules import registered
 from fxshard.trace import Case
-from fxshard.verification import Verification
+from fxshard.verification import Verification, untouched
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -101,6 +102,24 @@ def test_verify_and_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     errors = [w["error"] for rank in table["errors"]["float64"] for w in rank.values() if "error" in w]
     assert len(errors) == 2 * len(KINDS)
     assert max(errors) < 1e-9
+
+
+class OfBytes(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float() / 255)  # the weights are of double precision
+
+
+def build_of_bytes() -> tuple[nn.Module, tuple[Tensor]]:
+    return OfBytes(), (torch.zeros(2, 3, 8, 21, dtype=torch.uint8),)
+
+
+def test_an_untouched_model_that_does_not_run_is_said_to_be_so() -> None:
+    with pytest.raises(fxshard.FxShardError) as found:
+        untouched(Case(build_of_bytes, (Shard(3),), (3,)))
+    happened, line, remedy = str(found.value).split("\n")
+    assert happened.startswith("the untouched model does not run: RuntimeError: Input type")
+    assert re.fullmatch(r"  at .*test_verification.py:\d+ return super.*", line)
+    assert remedy.startswith("it and its floating inputs are in float64 here")
 
 
 def test_what_was_not_compared_has_no_error() -> None:
