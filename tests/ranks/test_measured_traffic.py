@@ -142,9 +142,8 @@ def by_collective(sent: Mapping[str, Traffic]) -> dict[str, Traffic]:
 EACH_CHANGE = (
     Row("convnext_atto", (2, 3, 64, 128), "W", (2,)),
     Row("resnet50", (1, 3, 65, 96), "W", (2,)),
-    Row("unet", (1, 3, 64, 96), "HW", (2, 2)),
-    Row("unet3d", (1, 1, 24, 16, 32), "D", (3,)),
-    Row("unet3d", (1, 1, 16, 16, 32), "W", (2,), "aot_eager"),
+    Row("unet", (1, 3, 64, 96), "W", (2,)),
+    Row("unet3d", (1, 1, 16, 16, 32), "D", (2,), "aot_eager"),
     Row("deeplabv3", (2, 3, 64, 96), "W", (2,)),
 )
 SIZES = {
@@ -154,12 +153,19 @@ SIZES = {
     "unet3d": (1, 1, 32, 48, 64),
     "deeplabv3": (2, 3, 97, 256),
 }
-NIGHTLY = [
-    Row(model, SIZES[model], split, mesh, backend)
-    for model in MODELS
-    for split, mesh in (("W", (2,)), ("H", (3,)), ("W", (4,)), ("HW", (2, 2)))
-    for backend in ("eager", "aot_eager")
-] + [Row(model, SIZES[model], "W", (2,), "inductor") for model in ("convnext_atto", "unet")]
+NIGHTLY = (
+    [
+        Row(model, SIZES[model], split, mesh, backend)
+        for model in MODELS
+        for split, mesh in (("W", (2,)), ("H", (3,)), ("W", (4,)), ("HW", (2, 2)))
+        for backend in ("eager", "aot_eager")
+    ]
+    + [
+        Row("unet", (1, 3, 64, 96), "HW", (2, 2)),
+        Row("unet3d", (1, 1, 24, 16, 32), "D", (3,)),
+    ]
+    + [Row(model, SIZES[model], "W", (2,), "inductor") for model in ("convnext_atto", "unet")]
+)
 
 
 def three_collectives(rank: int) -> dict[str, Traffic]:
