@@ -144,7 +144,6 @@ EACH_CHANGE = (
     Row("resnet50", (1, 3, 65, 96), "W", (2,)),
     Row("unet", (1, 3, 64, 96), "W", (2,)),
     Row("unet3d", (1, 1, 16, 16, 32), "D", (2,), "aot_eager"),
-    Row("deeplabv3", (2, 3, 64, 96), "W", (2,)),
 )
 SIZES = {
     "convnext_atto": (2, 3, 97, 256),
@@ -162,6 +161,7 @@ NIGHTLY = (
     ]
     + [
         Row("unet", (1, 3, 64, 96), "HW", (2, 2)),
+        Row("deeplabv3", (2, 3, 64, 96), "W", (2,)),
         Row("unet3d", (1, 1, 24, 16, 32), "D", (3,)),
     ]
     + [Row(model, SIZES[model], "W", (2,), "inductor") for model in ("convnext_atto", "unet")]
@@ -206,4 +206,5 @@ def test_a_plan_predicts_what_ranks_hand_over(pool: RankPool, row: Row) -> None:
 
 
 def test_every_model_has_a_row() -> None:
-    assert {row.model for row in EACH_CHANGE} == {row.model for row in NIGHTLY} == set(MODELS)
+    assert {row.model for row in NIGHTLY} == set(MODELS)
+    assert {row.model for row in EACH_CHANGE} == set(MODELS) - {"deeplabv3"}  # whose first step takes half a minute
