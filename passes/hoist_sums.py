@@ -34,12 +34,20 @@ def hoist_sums(gm: fx.GraphModule) -> fx.GraphModule:
     Returns:
         ``gm``.
     """
-    for node in reversed(gm.graph.nodes):
-        while node.target is SUM and (moved := _hoisted(node)):
-            node = moved
+    moved = 1
+    while moved:  # a sum over one mesh axis stands in the way of the one over the next
+        moved = sum(_hoist(node) for node in reversed(gm.graph.nodes) if node.target is SUM)
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         _merge(placeholder)
     return gm
+
+
+def _hoist(summed: fx.Node) -> bool:
+    """Move a sum as far as it goes; return whether it moved."""
+    node = summed
+    while made := _hoisted(node):
+        node = made
+    return node is not summed
 
 
 def _hoisted(summed: fx.Node) -> fx.Node | None:
@@ -75,3 +83,5 @@ def _merge(value: fx.Node) -> None:
             if kept is not user:
                 user.replace_all_uses_with(kept)
                 user.graph.erase_node(user)
+    for kept in first.values():
+        _merge(kept)

@@ -52,6 +52,13 @@ def test_a_sum_moves_to_the_parameter() -> None:
     assert {n.meta["val"].dtype for n in sums} == {torch.float64, torch.float32}
 
 
+def test_sums_over_two_axes_move_together() -> None:
+    found = made(Scaled(), (2, 2), (2, 3))
+    members = [m for bucket in gradient_buckets(found.local.graph, found.config) for m in bucket]
+    assert {m.groups for m in members} == {("axis-0", "axis-1")}
+    assert len(calls(found.local, SUM)) == 2 * len(members) == 4
+
+
 def test_a_value_that_replicated_work_reads_too_keeps_its_sum() -> None:
     local = made(Whole()).local
     (summed,) = calls(local, SUM)
