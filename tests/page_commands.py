@@ -30,6 +30,8 @@ WHO = {
     "tests/ranks/test_readme.py runs README's": ("torchrun --nproc-per-node 2 train.py",),
     "tests/ranks/test_demo.py runs it with two ranks": ("torchrun --nproc-per-node 8 -m fxshard demo",),
     "tests/graph/test_drawn_files.py reads plan.dot": ("dot -Tpdf plan.dot -o plan.pdf",),
+    "tests/graph/test_strategies.py compares smaller models": ("python -m tools.compare_strategies",),
+    "nobody: it times": ("python tools/bench_plan.py",),
     "nobody: hours, and other libraries": (
         "python -m tools.zoo --jobs 4 --json results.jsonl",
         "python -m tools.zoo --page docs/coverage.md --from w.jsonl h.jsonl hw.jsonl",
@@ -55,6 +57,10 @@ SMALLER = {
     "fxshard plan torchvision:resnet18 --input 2x3x224x448 --world-size 4 --split W --device h200": (
         f"fxshard plan {NET} --world-size 4 --split W --device h200 --memory-limit-gib 80"
     ),
+    (
+        "fxshard plan torchvision:resnet18 --input 2x3x224x448 --world-size 4 --split W --device h200 "
+        "--explain layer4.1.conv1"
+    ): (f"fxshard plan {NET} --world-size 4 --split W --device h200 --explain stages.0.conv1"),
     "fxshard plan torchvision:resnet18 --input 2x3x128x128 --mesh 2x2 --split HW": (
         f"fxshard plan {NET} --mesh 2x2 --split HW"
     ),
