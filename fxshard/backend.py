@@ -34,6 +34,7 @@ from fxshard.graph_breaks import report_cost
 from fxshard.guard import Guard, guarded
 from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
 from fxshard.mesh import default_mesh, news_level, summing_groups
+from fxshard.near_names import near
 from fxshard.options import check_choices, options_device, placements_of, split_dims_of
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.config import Config
@@ -101,7 +102,8 @@ def fxshard(
     given = options or {}
     wrong = [*(k for k in given if k not in OPTIONS), *(k for k, v in unknown.items() if v is not None)]
     if wrong:
-        msg = f"unknown options {wrong}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
+        like = "".join(dict.fromkeys(near(name, OPTIONS) for name in wrong))
+        msg = f"unknown options {wrong}{like}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
         return _failing(PlanError(msg))
     return compile_graph(gm, example_inputs, given)
 

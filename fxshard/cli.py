@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import fxshard
 from fxshard import completion_command, demo_arguments, doctor_command, draw_command, plan_command, verify_command
 from fxshard.errors import FxShardError
+from fxshard.near_names import near
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: The arguments are wrong (status 2), or help or the version was asked for (status 0).
     """
-    arguments = make_parser().parse_args(argv)
+    arguments, unknown = make_parser().parse_known_args(argv)
+    if unknown:
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{_near_options(arguments.parser, unknown)}")
     if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)  # as python -m does, for module:factory
     try:
@@ -119,6 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"fxshard {arguments.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _near_options(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+    known = [text for action in parser._actions for text in action.option_strings]
+    wrong = (text.partition("=")[0] for text in unknown if text.startswith("-"))
+    return "".join(dict.fromkeys(near(text, known) for text in wrong))
 
 
 def explain(error: FxShardError) -> str:
@@ -149,5 +158,5 @@ def make_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         one = commands.add_parser(command.name, help=command.summary, description=command.summary)
         command.add_arguments(one)
-        one.set_defaults(run=command.run)
+        one.set_defaults(run=command.run, parser=one)
     return parser

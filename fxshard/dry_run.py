@@ -141,7 +141,7 @@ class Plan:
             msg = f"the plan has no node and no module {name!r}"
             names = [n.name for n in self.report.nodes if not n.is_state]
             raise PlanError(msg + near_modules(name, [n.module for n in self.report.nodes], names))
-        return "\n".join(line for node in nodes for line in explained(node))
+        return "\n".join(explained(nodes))
 
     def diff(self, other: Plan) -> str:
         """Return what another plan of the same model does otherwise: totals, then each node.

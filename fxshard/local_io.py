@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from fxshard import agreement
 from fxshard._torch import FakeTensor
 from fxshard.errors import PlanError
 from fxshard.layout import Layout, Placement, Replicate, Shard, chunk_bounds
+from fxshard.mesh import news_level
 from fxshard.ops.memory import empty_like_order, memory_order
 from fxshard.values import image_positions
 
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
     from fxshard._torch import FakeTensorMode
 
+log = logging.getLogger("fxshard")
 Shape = tuple[int, ...]
 
 
@@ -172,6 +175,8 @@ class Entrance:
     mesh: Callable[[], DeviceMesh]
     dims: tuple[int, ...] | None
     local: bool
+    _was_told_of: bool = False
+    """Whether the ranks have compared what they pass: once is enough for a mistake of that kind."""
 
     @contextmanager
     def open(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -202,7 +207,7 @@ class Entrance:
         found = {id(x): self._from_dtensor(x) for x in tensors if isinstance(x, DTensor)}
         images = [tensors[i] for i in image_positions(tensors) if not isinstance(tensors[i], DTensor)]
         if self.local and (images or not found):  # without any, another rank may still pass some
-            for image, (shape, layout) in zip(images, self._wholes([tuple(i.shape) for i in images]), strict=True):
+            for image, (shape, layout) in zip(images, self._wholes(images), strict=True):
                 found[id(image)] = Part(image, shape, layout)
         return found
 
@@ -225,17 +230,33 @@ class Entrance:
         _check_cut(part, mesh.get_coordinate())
         return part
 
-    def _wholes(self, shapes: list[Shape]) -> Sequence[tuple[Shape, Layout]]:
+    def _wholes(self, images: Sequence[Tensor]) -> Sequence[tuple[Shape, Layout]]:
         """Return the global shape and the layout of each part, from what all ranks pass."""
         mesh = self.mesh()
         assert self.dims is not None
-        everyone: list[Sequence[Shape]] = [shapes]
+        shapes = [tuple(i.shape) for i in images]
+        everyone: Sequence[Sequence[Shape]] = [shapes]
         if mesh.size() > 1:
-            everyone = [json.loads(said[PARTS]) for said in agreement.exchange(mesh, {PARTS: json.dumps(shapes)})]
+            values = "" if self._was_told_of else _values(images)
+            told = agreement.exchange(mesh, {PARTS: json.dumps([shapes, values])})
+            everyone, held = zip(*(json.loads(words[PARTS]) for words in told), strict=True)
+            if values and len(set(held)) == 1 and any(d >= 0 for d in self.dims):
+                log.log(news_level(mesh), SAME_PARTS, ", ".join(str(tuple(i.shape)) for i in images))
+            self._was_told_of = True
         return _wholes(tuple(tuple(map(tuple, s)) for s in everyone), tuple(mesh.mesh.shape), self.dims)
 
 
-PARTS = "shapes of local inputs"
+def _values(images: Sequence[Tensor]) -> str:
+    """Return a hash of the parts; nothing of parts that have one value everywhere, which all ranks may well pass."""
+    varied = [i for i in images if i.numel() and bool((i != i.flatten()[0]).any())]
+    return agreement.values_digest(varied) if varied else ""
+
+
+PARTS = "local inputs"
+SAME_PARTS = (
+    "warning of fxshard: with inputs='local' every rank passed the same values, of shape %s: is that the whole image? "
+    "It is taken for one rank's part of an image that repeats; leave inputs='local' out where all ranks pass it whole"
+)
 
 
 @functools.lru_cache(maxsize=256)

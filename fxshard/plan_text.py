@@ -18,6 +18,7 @@ MOST_BOUNDS = 9
 """How many bounds of a split a table shows."""
 MOST_STAGES = 24
 """How many rows a summary has at most; deeper modules are folded into their parents until it fits."""
+OUTPUT = "(output)"
 HEAD = ("stage", "last map", "layout", "halos", "halo bytes", "reduced", "gathers")
 
 
@@ -42,7 +43,7 @@ def _gathers(report: PlanReport) -> list[str]:
 
 
 def stages(report: PlanReport) -> dict[str, tuple[NodeReport, ...]]:
-    """Return the nodes by module path, cut to the depth at which a summary fits a page."""
+    """Return the nodes by module path, cut to the depth at which a summary fits a page; last, gathered outputs."""
     paths = [node.module.split(".") if node.module else [] for node in report.nodes]
     for depth in range(max(map(len, paths), default=0), -1, -1):
         found: defaultdict[str, list[NodeReport]] = defaultdict(list)
@@ -51,7 +52,8 @@ def stages(report: PlanReport) -> dict[str, tuple[NodeReport, ...]]:
                 found[".".join(path[:depth])].append(node)
         if len(found) <= MOST_STAGES:
             break
-    return {name: tuple(nodes) for name, nodes in found.items()}
+    outputs = tuple(node for node in report.nodes if node.op == "output" and node.sent.of().messages)
+    return {name: tuple(nodes) for name, nodes in found.items()} | ({OUTPUT: outputs} if outputs else {})
 
 
 def stage_row(name: str, nodes: Sequence[NodeReport]) -> tuple[str, ...]:
@@ -94,12 +96,21 @@ def place_of(node: NodeReport | None) -> str:
     return f"{layout} ({node.reason})" if node.reason else layout
 
 
-def explained(node: NodeReport) -> list[str]:
-    """Return what is done for a node, over some lines."""
+def explained(nodes: Sequence[NodeReport]) -> list[str]:
+    """Return what is done for each of some nodes, over some lines; a line of the model's stands at its first node."""
+    sources = ["", *(node.source for node in nodes)]
+    return [
+        line
+        for node, before in zip(nodes, sources, strict=False)
+        for line in _explained(node, names_source=node.source != before)
+    ]
+
+
+def _explained(node: NodeReport, *, names_source: bool) -> list[str]:
     shape = "x".join(map(str, node.shape)) if node.shape is not None else ""
     local = "x".join(map(str, node.local_shape)) if node.local_shape is not None else ""
     lines = [f"{node.name}: {node.op} {shape} {node.layout}" + (f", here {local}" if local != shape else "")]
-    if node.source:
+    if node.source and names_source:
         lines.append(f"    at {node.source}")
     for way, part in (("forward", node.sent.forward), ("backward", node.sent.backward)):
         lines += [f"    {way} {kind}: {t.messages} {t.noun}, {t.bytes:,} bytes" for kind, t in part.items()]

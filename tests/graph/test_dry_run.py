@@ -48,7 +48,7 @@ def test_deep_modules_are_folded_into_their_parents() -> None:
     deep = nn.Sequential(*(nn.Sequential(*(nn.Conv2d(3, 3, 3, padding=1) for _ in range(5))) for _ in range(6)))
     with torch.device("meta"):
         plan = fxshard.plan(deep.to("meta"), torch.empty(1, 3, 8, 64), world_size=2)
-    assert list(plan.stages()) == ["0", "1", "2", "3", "4", "5"]
+    assert list(plan.stages()) == ["0", "1", "2", "3", "4", "5", "(output)"]
 
 
 def test_a_node_and_a_module_are_explained() -> None:
@@ -56,6 +56,8 @@ def test_a_node_and_a_module_are_explained() -> None:
     said = plan.explain("0.3")
     assert "aten.max_pool2d" in said
     assert "backward halo: 1 message," in said
+    sources = [line for line in plan.explain("0").splitlines() if line.startswith("    at ")]
+    assert len(sources) == len(set(sources)) > 0  # a line of the model's stands once, above its nodes
     (name,) = (n.name for n in plan.report.nodes if n.module == "0.3" and "pool" in n.name)
     assert plan.explain(name) in said
     for typed, remedy in {
@@ -65,6 +67,14 @@ def test_a_node_and_a_module_are_explained() -> None:
     }.items():
         with pytest.raises(PlanError, match=rf"has no node and no module '{re.escape(typed)}'; {re.escape(remedy)}"):
             plan.explain(typed)
+
+
+def test_what_gathers_an_output_has_a_row() -> None:
+    with torch.device("meta"):
+        model, image = nn.Conv2d(3, 2, 3, padding=1), torch.empty(1, 3, 8, 64)
+    said = str(fxshard.plan(model, image, world_size=2, placements=[Shard(3)]))
+    (row,) = (line for line in said.splitlines() if line.startswith("(output)"))
+    assert row.endswith("2.0 KB")
 
 
 def test_a_difference_names_nodes_and_totals() -> None:

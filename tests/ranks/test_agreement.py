@@ -228,7 +228,8 @@ def test_an_unknown_option_is_refused_before_anything_runs(pool: RankPool, way: 
     wrong = Program(options=(("placement", [Shard(3)]),))
     for found in pool.run(run_program, way, [wrong, wrong], ranks=RANKS):
         assert found.is_ours
-        assert "unknown options ['placement']; backend='fxshard' takes options with mesh, placements" in found.text
+        near = "unknown options ['placement']; near it is placements; "
+        assert f"{near}backend='fxshard' takes options with mesh, placements" in found.text
 
 
 def capture_branch(rank: int, way: str) -> Outcome:

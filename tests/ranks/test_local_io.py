@@ -16,6 +16,7 @@ from fxshard._torch import _get_default_store
 from fxshard.api import transform
 from fxshard.errors import FxShardError, PlanError
 from fxshard.workers import mesh
+from tests.ranks.training import logged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -344,3 +345,20 @@ def test_local_inputs_need_placements() -> None:
 def test_other_words_are_refused() -> None:
     with pytest.raises(PlanError, match="outputs='shards'"):
         transform(build(), outputs="shards")  # type: ignore[arg-type]
+
+
+def same_parts(rank: int, whole: bool) -> list[str]:
+    """Pass one image on both ranks, or its halves, twice (runs in a rank process); return the warnings."""
+    net = transform(build(), mesh=mesh((2,)), placements=[Shard(3)], inner_backend="eager", inputs="local")
+    x = torch.randn(1, 3, 8, 16, generator=torch.Generator().manual_seed(0)).double()
+    with logged() as said:
+        for _ in range(2):
+            net(x if whole else x[..., 8 * rank : 8 * rank + 8])
+    return [line for line in said if "the same values" in line]
+
+
+def test_a_whole_image_in_place_of_a_part_is_warned_of_once(pool: RankPool) -> None:
+    found = pool.run(same_parts, True, ranks=2)
+    assert [len(lines) for lines in found] == [1, 1]
+    assert "of shape (1, 3, 8, 16): is that the whole image?" in found[0][0]
+    assert pool.run(same_parts, False, ranks=2) == [[], []]

@@ -54,6 +54,7 @@ def test_help_of_the_demo_has_the_defaults(capsys: pytest.CaptureFixture[str]) -
     [
         ([], "COMMAND"),
         (["paint"], "invalid choice: 'paint'"),
+        (["demo", "--hieght", "8"], "unrecognized arguments: --hieght 8; near it is --height"),
         (["demo", "--steps", "0"], "must be at least 1, got 0"),
         (["demo", "--width", "wide"], "invalid number: 'wide'"),
         (["demo", "--dtype", "float16"], "invalid choice: 'float16'"),
