@@ -46,6 +46,7 @@ def transform(  # noqa: PLR0913  options, by keyword
     reduce_dtype: torch.dtype | None = None,
     check_every: int = 0,
     device: str | Device | None = None,
+    kernels: bool = False,
 ) -> Model:
     """Return ``model`` with a forward that splits the image over the ranks of ``mesh``.
 
@@ -122,6 +123,9 @@ def transform(  # noqa: PLR0913  options, by keyword
             and generator states that it uses, and the inputs; 0 for never.  Each time reads all of them once.
         device: What the ranks are, such as ``"h200"``, or a :class:`fxshard.devices.Device`: what is cheaper there on
             every rank whole, by its figures, is left whole, such as small late maps.  None splits whatever can be.
+        kernels: Whether fxshard's own kernels take the place of the libraries' where they were measured to need less of
+            the GPU: depthwise convolutions of 7 x 7 in bfloat16, on an H100 or H200.  They sum in float32, in another
+            order, and take the host longer to launch.
 
     Returns:
         A module of the same class.
@@ -166,6 +170,7 @@ def transform(  # noqa: PLR0913  options, by keyword
         "reduce_dtype": reduce_dtype,
         "check_every": check_every,
         "device": device,
+        "kernels": kernels,
     }
     net = twin(model)
     make_transformed(net, functools.partial(_runner, options))

@@ -78,7 +78,7 @@ on_first_call: list[Callable[[Compiled, Sequence[Any]], None]] = []
 """Called with the inputs when a graph that was compiled meanwhile is first called, before it runs."""
 OPTIONS = (
     *("mesh", "placements", "inner_backend", "rng", "outputs"),
-    *("bucket_cap_mb", "reduce_dtype", "check_every", "device"),
+    *("bucket_cap_mb", "reduce_dtype", "check_every", "device", "kernels"),
 )
 MOST_NAMES = 4
 """How many inputs an error names."""
@@ -336,6 +336,7 @@ def make_config(mesh: DeviceMesh, options: dict[str, Any]) -> Config:
         bucket_cap_mb=options.get("bucket_cap_mb", Config.bucket_cap_mb),
         reduce_dtype=options.get("reduce_dtype"),
         check_every=options.get("check_every", Config.check_every),
+        kernels=options.get("kernels", Config.kernels),
     )
 
 

@@ -49,6 +49,10 @@ def check_choices(options: dict[str, Any]) -> None:
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
         msg = f"check_every={every!r} is no number of calls; use 1 for each call, 100, ..., or 0 for never"
         raise PlanError(msg)
+    kernels = options.get("kernels", Config.kernels)
+    if not isinstance(kernels, bool):
+        msg = f"kernels={kernels!r} is no switch; use True or False"
+        raise PlanError(msg)
     dtype = options.get("reduce_dtype")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         msg = f"reduce_dtype={dtype!r} is no floating dtype; use torch.float32, or None for each parameter's own"

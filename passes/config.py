@@ -29,6 +29,7 @@ class Config:
         bucket_cap_mb: When an all-reduce of gradients is full, in MiB.
         reduce_dtype: What gradients are summed in; None for each parameter's own type.
         check_every: Calls from one comparison of what the ranks hold to the next; 0 for none.
+        kernels: Whether fxshard's own kernels run where they were measured to be faster.
         whole: The nodes that every rank runs whole although they could be split, by name, and why.
         whole_modules: Patterns of paths of modules that run so.
     """
@@ -44,5 +45,6 @@ class Config:
     bucket_cap_mb: float = 25.0
     reduce_dtype: torch.dtype | None = None
     check_every: int = 0
+    kernels: bool = False
     whole: tuple[tuple[str, str], ...] = ()
     whole_modules: tuple[str, ...] = ()

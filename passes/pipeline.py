@@ -16,6 +16,7 @@ from fxshard.passes.plan import plan
 from fxshard.passes.push_splits import push_splits
 from fxshard.passes.replace_random import replace_random
 from fxshard.passes.rewrite import rewrite
+from fxshard.passes.use_kernels import use_kernels
 from fxshard.passes.wrap_checkpoints import wrap_checkpoints
 from fxshard.passes.wrap_gradients import wrap_gradients
 
@@ -74,13 +75,14 @@ def localized(planned_graph: fx.GraphModule, *, config: Config) -> fx.GraphModul
 
 
 def executable(local: fx.GraphModule, *, config: Config, groups: Groups = tuple) -> fx.GraphModule:
-    """Return a local graph with what autograd has to treat as one piece in submodules.
+    """Return a local graph with fxshard's kernels, and with what autograd has to treat as one piece in submodules.
 
     Args:
         local: A local graph; it is changed.
         config: Names the inner backend and says how gradients are summed.
         groups: As :func:`fxshard.passes.bucket_gradients.bucket_gradients` takes it.
     """
+    local = run_pass(use_kernels, local, config=config)
     local = run_pass(wrap_gradients, local)
     local = run_pass(bucket_gradients, local, config=config, groups=groups)
     return run_pass(wrap_checkpoints, local, config=config)

@@ -50,6 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--backends", nargs="+", default=["aot_eager", "inductor"])
+    parser.add_argument("--kernels", action="store_true", help="run fxshard's own kernels, too")
     parser.add_argument("--alone", type=int, metavar="N", help="run one of N ranks, without communication")
     parser.add_argument("--reference-width", type=int, help="of the one-GPU runs; default: the whole image")
     parser.add_argument("--no-reference", action="store_true", help="skip the one-GPU runs")
@@ -156,11 +157,14 @@ def configurations(args: argparse.Namespace, image: torch.Tensor) -> Iterator[di
                 yield row(f"1 GPU {backend}", dtype, width, measure(model, part, dtype, args.steps), reference)
                 del model
                 free()
-            model = fxshard.transform(build(args), mesh=mesh, placements=[Shard(3)], inner_backend=backend)
+            options = {"inner_backend": backend, "kernels": args.kernels}
+            model = fxshard.transform(build(args), mesh=mesh, placements=[Shard(3)], **options)
             name = f"1 of {world} ranks, no communication" if args.alone else f"{world} GPUs"
             comparable = None if args.alone or width != args.width else reference
             found = measure(model, image, dtype, args.steps)
-            yield row(f"{name}, fxshard {backend}", dtype, args.width, found, comparable)
+            yield row(
+                f"{name}, fxshard {backend}{', own kernels' * args.kernels}", dtype, args.width, found, comparable
+            )
             del model
             free()
 
