@@ -89,6 +89,7 @@ __all__ = [
     "is_composite",
     "is_fx_symbolic_tracing",  # a tracer runs a class's forward, past what an object has of its own
     "is_module_state",
+    "lays_channels_last",
     "lookup_backend",  # any Dynamo backend by name; torch.compile would capture a second time
     "make_fx",
     "partitioned",
@@ -268,6 +269,23 @@ def partitioned(gm: torch.fx.GraphModule, inputs: Sequence[Any], inner_backend: 
         decompositions=select_decomp_table() if inner_backend == "inductor" else {},
     )(gm, list(inputs))
     return found[0]
+
+
+def lays_channels_last(forward: torch.fx.GraphModule, *, is_inference: bool) -> bool:
+    """Return whether Inductor, on a GPU, lays the channels of all images last for the sake of convolutions.
+
+    Args:
+        forward: What it compiles, from :func:`partitioned`.
+        is_inference: Whether there is no backward.
+    """
+    from torch._inductor.graph import GraphLowering  # noqa: PLC0415  takes a second
+
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # with it, on a CPU, it always does
+    try:
+        return GraphLowering.decide_layout_opt(forward, is_inference=is_inference)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ backward.  The two graphs are then walked with a count of the bytes that are ali
                       + gradients                             from where they are computed
                       + what nodes hand to one another        from the node to its last reader
 
+                      + a convolution's workspace             while it runs: :mod:`fxshard.workspaces`
+
 A view has no memory of its own.  Inductor does not write a pointwise result that only pointwise operators and
-reductions read; other backends write every result.  Libraries' workspaces and the allocator's rounding are not counted.
+reductions read; other backends write every result.  The allocator's rounding is not counted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from fxshard._torch import Partitioned, partitioned
+from fxshard._torch import Partitioned, lays_channels_last, partitioned
 from fxshard.errors import PlanError
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.lower import partition_rules, register_decompositions, without_autocast
@@ -31,6 +33,7 @@ from fxshard.passes.outline import copied
 from fxshard.passes.pipeline import executable
 from fxshard.provenance import module_path
 from fxshard.values import depends_on_data
+from fxshard.workspaces import workspace_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -141,7 +144,8 @@ def _leaf(value: Any, needs_grad: bool) -> Any:
 
 
 def _walked(graphs: Partitioned, state_bytes: int, input_bytes: int, *, fusing: bool) -> Memory:
-    forward = _Walk(graphs.forward.graph, {}, {}, fusing=fusing)
+    channels_last = fusing and lays_channels_last(graphs.forward, is_inference=graphs.backward is None)
+    forward = _Walk(graphs.forward.graph, {}, {}, fusing=fusing, channels_last=channels_last)
     forward.sizes.update(dict.fromkeys(forward.inputs, 0))  # counted as state and inputs
     base = state_bytes + input_bytes
     timeline = [Moment("forward", n.name, base + size, module_path(n)) for n, size in forward.alive()]
@@ -149,7 +153,7 @@ def _walked(graphs: Partitioned, state_bytes: int, input_bytes: int, *, fusing: 
     gradients = 0
     if graphs.backward is not None:
         known = {node.name: forward.roots(node) for node in forward.nodes}
-        backward = _Walk(graphs.backward.graph, known, forward.sizes, fusing=fusing)
+        backward = _Walk(graphs.backward.graph, known, forward.sizes, fusing=fusing, channels_last=channels_last)
         timeline += [Moment("backward", n.name, base + size, module_path(n)) for n, size in backward.alive()]
         gradients = backward.bytes_of(backward.outputs)
     return Memory(state_bytes, input_bytes, gradients, saved, tuple(timeline))
@@ -165,15 +169,22 @@ class _Walk:
         known: The roots of inputs that another graph made, by name.
         sizes: The bytes of roots; it grows.
         fusing: Whether pointwise operators are joined into kernels.
+        channels_last: Whether convolutions are given channels last whatever the graph says.
     """
 
     def __init__(
-        self, graph: fx.Graph, known: dict[str, frozenset[fx.Node]], sizes: dict[fx.Node, int], *, fusing: bool
+        self,
+        graph: fx.Graph,
+        known: dict[str, frozenset[fx.Node]],
+        sizes: dict[fx.Node, int],
+        *,
+        fusing: bool,
+        channels_last: bool,
     ) -> None:
         self.nodes = list(graph.nodes)
         self.inputs = [n for n in self.nodes if n.op == "placeholder"]
         self.outputs = [n for n in tree_leaves(self.nodes[-1].args) if isinstance(n, fx.Node)]
-        self.sizes, self.fusing = sizes, fusing
+        self.sizes, self.fusing, self.channels_last = sizes, fusing, channels_last
         self._roots = {n: known[n.name] for n in self.inputs if n.name in known}
 
     def roots(self, node: fx.Node) -> frozenset[fx.Node]:
@@ -197,7 +208,7 @@ class _Walk:
             if node.op not in ("placeholder", "output") and node.target is not operator.getitem:
                 made = [node, *(user for user in node.users if user.target is operator.getitem)]
                 now += self.bytes_of(n for n in made if n in self.roots(n))
-                yield node, now
+                yield node, now + workspace_bytes(node, channels_last=self.channels_last)
             now -= sum(self.sizes[root] for root in ends.get(node, ()))
 
     def _ends(self) -> dict[fx.Node, list[fx.Node]]:
