@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fxshard
-from fxshard import completion_command, demo_arguments, doctor_command, draw_command, plan_command, verify_command
+from fxshard import (
+    bench_command,
+    completion_command,
+    demo_arguments,
+    doctor_command,
+    draw_command,
+    plan_command,
+    verify_command,
+)
 from fxshard.errors import FxShardError
 from fxshard.near_names import near
 
@@ -81,6 +89,12 @@ COMMANDS = (
         "compare a model on real ranks with the untouched model on one device",
         verify_command.add_arguments,
         verify_command.run,
+    ),
+    Command(
+        "bench",
+        "time one device and ranks at the same work, or measure them for the planner",
+        bench_command.add_arguments,
+        bench_command.run,
     ),
     Command(
         "doctor",

@@ -13,7 +13,7 @@ and is listed apart as *vanishing*, so that its large error does not hide others
 missing gradients and generator states have no rounding: they are equal, or a mismatch.
 
 In float64 the errors must be rounding, at most 1e-9 (:meth:`Difference.exact`); in float32 at most twice what the
-untouched model's own rounding is against float64 (:func:`within_float32`).
+untouched model's own rounding is against float64, in 16 bits four times (:func:`within_own_rounding`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
     "rounding_floor",
     "run_steps",
     "transformed",
-    "within_float32",
+    "within_own_rounding",
 ]
 
 Kind: TypeAlias = Literal["output", "input gradient", "parameter gradient", "buffer", "vanishing"]
@@ -59,6 +59,8 @@ LEAST_SIZE = 1e-6
 """What is smaller, relative to the largest, counts as zero: timm's hgnetv2_b0 against itself with the batch in another
 order differs by 2.5e-8 of a gradient of size 5e-9, inception_next_atto by 2.2e-7 of one of size 8e-10."""
 
+TIMES_OWN, TIMES_OWN_OF_HALF = 2, 4
+"""How much more than its own rounding a sharded model may be off, in float32 and in 16 bits."""
 _OTHER_VALUES = "other values, where rounding is no excuse"
 
 
@@ -203,21 +205,25 @@ def rounding_floor(case: Case) -> Difference:
     return difference(_untouched(case, torch.float64), _untouched(case, torch.float32), dtypes=False)
 
 
-def within_float32(reference64: Trace, reference32: Trace, sharded32: Trace) -> bool:
-    """Return whether the sharded float32 model's error is at most twice the untouched model's own.
+def within_own_rounding(truth: Trace, reference: Trace, sharded: Trace, dtype: torch.dtype = torch.float32) -> bool:
+    """Return whether the sharded model's error in a type is at most twice the untouched model's own.
+
+    In 16 bits, at most four times: another order of a sum moves so few bits by that much from one batch to the next.
 
     Args:
-        reference64: The untouched model in float64: the truth.
-        reference32: The untouched model in float32: its error is rounding.
-        sharded32: The sharded model in float32.
+        truth: The untouched model in float64.
+        reference: The untouched model in ``dtype``: its error is rounding.
+        sharded: The sharded model in ``dtype``.
+        dtype: Floating; one unit of its rounding is no error.
     """
-    floor = difference(reference64, reference32, dtypes=False)
-    found = difference(reference64, sharded32, dtypes=False)
-    hard = [m for m in difference(reference32, sharded32).mismatches if m.reason != _OTHER_VALUES]
+    floor = difference(truth, reference, dtypes=False)
+    found = difference(truth, sharded, dtypes=False)
+    hard = [m for m in difference(reference, sharded).mismatches if m.reason != _OTHER_VALUES]
     if hard or not set(found.mismatches) <= set(floor.mismatches):
         return False
-    least = torch.finfo(torch.float32).eps
-    return all(found.worst[kind].error <= 2 * floor.worst[kind].error + least for kind in KINDS)
+    unit, times = torch.finfo(dtype).eps, TIMES_OWN if dtype.itemsize > 2 else TIMES_OWN_OF_HALF
+    least = {kind: unit / (VANISHING_SCALE if kind == "vanishing" else 1) for kind in KINDS}  # of the largest tensor
+    return all(found.worst[kind].error <= times * floor.worst[kind].error + least[kind] for kind in KINDS)
 
 
 def _untouched(case: Case, dtype: torch.dtype) -> Trace:

@@ -5,8 +5,11 @@ Figures are of sustained work, as measured, not of a data sheet.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,6 +87,10 @@ class Device:
         speeds = ("half_flops", "single_flops", "depthwise_flops", "bytes_per_s", "memory_gib")
         _check(self, positive=speeds, finite=("kernel_us",))
 
+    def to_json(self) -> str:
+        """Return the figures as JSON; ``device="FILE.json"`` reads them."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
     def flops(self, dtype: torch.dtype, *, depthwise: bool = False) -> float:
         """Return how many operations per second it does on values of ``dtype``."""
         if depthwise:
@@ -109,14 +116,26 @@ DEVICES = {device.name: device for device in (H200,)}
 
 
 def device_named(device: str | Device) -> Device:
-    """Return a device of the table, or the one that is given.
+    """Return a device of the table, the one that is given, or that of a file of ``fxshard bench --calibrate``.
 
     Raises:
-        PlanError: The table has none of this name.
+        PlanError: The table has none of this name, or the file no device.
     """
     if isinstance(device, Device):
         return device
+    if device.endswith(".json"):
+        return _device_of_file(Path(device))
     if device not in DEVICES:
-        msg = f"device={device!r} is not in the table; use one of {', '.join(DEVICES)}, or a fxshard.devices.Device"
+        known = ", ".join(DEVICES)
+        msg = f"device={device!r} is not in the table; use one of {known}, a fxshard.devices.Device, or FILE.json"
         raise PlanError(msg)
     return DEVICES[device]
+
+
+def _device_of_file(path: Path) -> Device:
+    try:
+        found = json.loads(path.read_text())
+        return Device(**{**found, "link": Link(**found["link"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        msg = f"device={str(path)!r} has no device: {error}; fxshard bench --calibrate --json {path} writes one"
+        raise PlanError(msg) from error

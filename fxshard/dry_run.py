@@ -34,7 +34,7 @@ from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError, shortened
 from fxshard.memory import Memory, predict_memory, size_text
 from fxshard.near_names import near_modules
-from fxshard.options import check_choices, placements_of, split_dims_of
+from fxshard.options import check_choices, mesh_shape_of, placements_of, split_dims_of
 from fxshard.passes import pipeline
 from fxshard.passes.config import Config
 from fxshard.plan_files import WITH_MEMORY, WRITERS
@@ -261,7 +261,7 @@ def plan(  # noqa: PLR0913  options, by keyword
         >>> found.report.total.of("gradient")
         Traffic(messages=1, bytes=4736)
     """
-    shape = _mesh_shape(world_size, mesh_shape)
+    shape = mesh_shape_of(world_size, mesh_shape)
     check_choices({"rng": rng, "inner_backend": inner_backend})
     images, modules = placements_of(placements)
     dims = None if images is None else split_dims_of(images, len(shape))
@@ -329,18 +329,6 @@ def _within(tried: Sequence[Plan], limit_gib: float) -> Plan:
         raise PlanError(msg + f"{whole}; no number of ranks is enough: use FSDP beside it")
     needed = math.ceil(ranks * (memory.peak.bytes - fixed) / (limit_gib * GIB - fixed))
     raise PlanError(msg + f"about {needed} ranks are needed; also smaller are bfloat16 and activation checkpoints")
-
-
-def _mesh_shape(world_size: int | None, mesh_shape: Sequence[int] | None) -> tuple[int, ...]:
-    shape = (world_size,) if world_size is not None else tuple(mesh_shape or ())
-    if not shape or (world_size is not None and mesh_shape is not None):
-        msg = f"world_size={world_size} and mesh_shape={mesh_shape}: give one of them"
-        raise PlanError(msg)
-    if min(shape) < 1:
-        given = f"world_size={world_size}" if mesh_shape is None else f"mesh_shape={shape}"
-        msg = f"{given}: there is at least 1 rank on each mesh axis"
-        raise PlanError(msg)
-    return shape
 
 
 class _CapturedError(Exception):

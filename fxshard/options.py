@@ -145,3 +145,24 @@ def split_dims_of(placements: Sequence[Placement], axes: int) -> tuple[int, ...]
         msg = f"placements {tuple(placements)} split one dimension twice; use a mesh with one axis for it"
         raise PlanError(msg)
     return tuple(dims)
+
+
+def mesh_shape_of(world_size: int | None, mesh_shape: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the ranks on each axis of a mesh that is given in one of two ways.
+
+    Args:
+        world_size: How many ranks, for a mesh of one axis.
+        mesh_shape: Ranks on each axis.
+
+    Raises:
+        PlanError: None is given, or both, or an axis has no rank.
+    """
+    shape = (world_size,) if world_size is not None else tuple(mesh_shape or ())
+    if not shape or (world_size is not None and mesh_shape is not None):
+        msg = f"world_size={world_size} and mesh_shape={mesh_shape}: give one of them"
+        raise PlanError(msg)
+    if min(shape) < 1:
+        given = f"world_size={world_size}" if mesh_shape is None else f"mesh_shape={shape}"
+        msg = f"{given}: there is at least 1 rank on each mesh axis"
+        raise PlanError(msg)
+    return shape

@@ -5,6 +5,7 @@ others, and compares what they leave behind (:mod:`fxshard.trace`)::
 
     float64    outputs, gradients, buffers within 1e-9, generators equal                    (the contract)
     float32    no further from the float64 model than twice the untouched float32 model is
+    16 bits    no further than four times: fewer bits vary more from one order of a sum to another
 
 Where they differ, :mod:`fxshard.bisect` names the first node that does.
 """
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fxshard.bisect import Culprit, bisect_on_rank, first_of
-from fxshard.compare import KINDS, Difference, difference, transformed, within_float32
+from fxshard.compare import KINDS, Difference, difference, transformed, within_own_rounding
 from fxshard.errors import FxShardError
-from fxshard.options import check_choices
+from fxshard.options import check_choices, mesh_shape_of
 from fxshard.provenance import frame_line, users_frame
 from fxshard.trace import Case, Trace, build_model, run_steps
 from fxshard.workers import RankPool
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from fxshard.trace import Inputs
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32}
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def verify(  # noqa: PLR0913  options
     mesh_shape: Sequence[int] | None = None,
     placements: Sequence[Placement] | None = None,
     inner_backend: str = "eager",
-    dtypes: Sequence[Literal["float64", "float32"]] = ("float64",),
+    dtypes: Sequence[Literal["float64", "float32", "bfloat16", "float16"]] = ("float64",),
     steps: int = 2,
     device: Literal["cpu", "cuda"] = "cpu",
     bisect: bool = False,
@@ -125,7 +126,7 @@ def verify(  # noqa: PLR0913  options
     Rank processes are started on this machine, so a script that calls it needs ``if __name__ == "__main__":`` around
     what it does.  Every rank compares outputs, gradients of inputs and parameters, buffers and generator states after
     each step: in float64 each tensor within 1e-9 of its largest element, in float32 no further from the float64 model
-    than twice the untouched float32 model is.
+    than twice the untouched float32 model is, in 16 bits no further than four times.
 
     Args:
         model: A module that can be pickled, in the mode (train or eval) that is to be verified; or a top-level
@@ -145,7 +146,7 @@ def verify(  # noqa: PLR0913  options
         What every rank found.
 
     Raises:
-        PlanError: An option is not known.
+        PlanError: An option is not known, or the mesh has no ranks.
         FxShardError: The mesh does not fit, or a rank failed; with what each of them raised.
 
     Example:
@@ -154,7 +155,7 @@ def verify(  # noqa: PLR0913  options
         True
     """
     check_choices({"inner_backend": inner_backend})
-    shape = (world_size,) if mesh_shape is None and world_size is not None else tuple(mesh_shape or ())
+    shape = mesh_shape_of(world_size, mesh_shape)
     build: Any = functools.partial(_copied, model, inputs) if isinstance(model, torch.nn.Module) else model
     training = getattr(model, "training", True)
     case = Case(
@@ -204,7 +205,7 @@ def _compare(rank: int, case: Case, dtype: str) -> _Compared:
     if dtype == "float64":
         return _Compared(found.exact(), found)
     reference = untouched(case)
-    same = within_float32(expected, reference, sharded)
+    same = within_own_rounding(expected, reference, sharded, case.dtype)
     return _Compared(same, found, difference(expected, reference, dtypes=False))
 
 

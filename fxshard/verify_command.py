@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from fxshard.model_inputs import ModelInput
 
-DTYPES = ("float64", "float32")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
 """Keys of :data:`fxshard.verification.DTYPES`."""
 
 

@@ -72,8 +72,11 @@ class Watchdog:
         while not self._end.wait(self._period_s):
             try:
                 self._look()
-            except (RuntimeError, dist.DistError) as error:  # the rank that holds the store has ended
+            except dist.DistError as error:  # the rank that holds the store has ended
                 log.debug("the watchdog ends: %s", error)
+                return
+            except Exception:
+                log.warning("fxshard's watchdog ends: a stuck collective is not reported any more", exc_info=True)
                 return
 
     def _look(self) -> None:

@@ -31,6 +31,13 @@ WHO = {
     "tests/ranks/test_demo.py runs it with two ranks": ("torchrun --nproc-per-node 8 -m fxshard demo",),
     "tests/graph/test_drawn_files.py reads plan.dot": ("dot -Tpdf plan.dot -o plan.pdf",),
     "tests/graph/test_strategies.py compares smaller models": ("python -m tools.compare_strategies",),
+    "tests/ranks/test_bench.py times a smaller model": (
+        "fxshard bench timm:convnext_atto --input 2x3x64x128 --world-size 2 --split W --inner-backend aot_eager",
+    ),
+    "tests/ranks/test_bench.py calibrates and plans": (
+        "fxshard bench --calibrate --world-size 2 --json mine.json",
+        "fxshard plan torchvision:resnet18 --input 2x3x224x448 --world-size 4 --split W --device mine.json",
+    ),
     "nobody: it times": ("python tools/bench_plan.py",),
     "nobody: hours, and other libraries": (
         "python -m tools.zoo --jobs 4 --json results.jsonl",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from fxshard.api import transform
-from fxshard.compare import Case, within_float32
+from fxshard.compare import Case, within_own_rounding
 from fxshard.rules import registered
 from fxshard.trace import build_model, run_steps
 from fxshard.workers import mesh
@@ -231,7 +231,7 @@ def judge_float32(rank: int, case: Case) -> bool:
     torch.compiler.reset()
     model, inputs = build_model(single)
     net = transform(model, mesh=mesh(case.mesh_shape), placements=case.placements, inner_backend=case.inner_backend)
-    return within_float32(truth, untouched, run_steps(net, inputs, single))
+    return within_own_rounding(truth, untouched, run_steps(net, inputs, single))
 
 
 @pytest.mark.parametrize("net", [shallow_convnext, shallow_resnet], ids=["convnext", "resnet"])

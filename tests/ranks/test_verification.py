@@ -16,6 +16,7 @@ import fxshard
 from fxshard.bisect import Culprit, bisect_on_rank
 from fxshard.cli import main
 from fxshard.compare import KINDS, Difference, Worst
+from fxshard.errors import PlanError
 from fxshard.rules import registered
 from fxshard.trace import Case
 from fxshard.verification import Verification, untouched
@@ -102,6 +103,23 @@ def test_verify_and_its_command(tmp_path: Path, capsys: pytest.CaptureFixture[st
     errors = [w["error"] for rank in table["errors"]["float64"] for w in rank.values() if "error" in w]
     assert len(errors) == 2 * len(KINDS)
     assert max(errors) < 1e-9
+
+
+def test_verify_in_the_types_of_the_user(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--input", "2x3x8x21", "--world-size", "2", "--split", "W", "--dtype", "float32", "bfloat16"]
+    assert main(["verify", f"{__name__}:factory", *asked]) == 0
+    said = capsys.readouterr().out
+    assert [line.split()[0] for line in said.splitlines() if line.startswith(("float", "bfloat", "its"))] == [
+        "float32",
+        "its",
+        "bfloat16",
+        "its",
+    ]
+
+
+def test_verify_without_ranks_is_refused() -> None:
+    with pytest.raises(PlanError, match="world_size=None and mesh_shape=None: give one of them"):
+        fxshard.verify(Net(), torch.randn(2, 3, 8, 21))
 
 
 class OfBytes(Net):

@@ -21,7 +21,7 @@ from fxshard.compare import (
     difference,
     rounding_floor,
     run_steps,
-    within_float32,
+    within_own_rounding,
 )
 from fxshard.trace import Step, build_model, map_leaves, named_leaves
 
@@ -396,8 +396,8 @@ def test_leaves_of_dataclasses_and_namedtuples() -> None:
     assert map_leaves(torch.neg, torch.return_types.max(top))[0].tolist() == [-3.0]
 
 
-def traces32(transform: Transform) -> tuple[Trace, Trace, Trace]:
-    case64, case32 = CASE, dataclasses.replace(CASE, dtype=torch.float32)
+def traces32(transform: Transform, dtype: torch.dtype = torch.float32) -> tuple[Trace, Trace, Trace]:
+    case64, case32 = CASE, dataclasses.replace(CASE, dtype=dtype)
     model, inputs = build_model(case32)
     return (
         run_steps(*build_model(case64), case64),
@@ -407,7 +407,7 @@ def traces32(transform: Transform) -> tuple[Trace, Trace, Trace]:
 
 
 def test_float32_rounding_is_within_twice_the_floor() -> None:
-    assert within_float32(*traces32(lambda model: model))
+    assert within_own_rounding(*traces32(lambda model: model))
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,13 @@ def test_float32_rounding_is_within_twice_the_floor() -> None:
     ],
 )
 def test_more_than_float32_rounding_is_found(transform: Transform) -> None:
-    assert not within_float32(*traces32(transform))
+    assert not within_own_rounding(*traces32(transform))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_judged_by_their_own_rounding(dtype: torch.dtype) -> None:
+    assert within_own_rounding(*traces32(lambda model: model, dtype), dtype)
+    assert not within_own_rounding(*traces32(change_output(lambda y: y * 1.2), dtype), dtype)
 
 
 def test_rounding_floor_is_that_of_float32() -> None:
