@@ -78,26 +78,32 @@ def run(args: argparse.Namespace) -> int:
     if not args.calibrate and not (args.model and args.input):
         msg = "a model and --input SHAPE are needed, or --calibrate"
         raise PlanError(msg)
+    if args.plot and not args.sizes:
+        msg = f"--plot {args.plot}: --sizes says which sizes it shows, such as --sizes 1024 2048 4096"
+        raise PlanError(msg)
     if args.plot:
         require("matplotlib")
-        if not args.sizes:
-            msg = f"--plot {args.plot}: --sizes says which sizes it shows, such as --sizes 1024 2048 4096"
-            raise PlanError(msg)
+    work = None if args.calibrate else _work(args, shape)
     with RankPool(math.prod(shape), device=args.device, timeout_s=args.timeout_s, meshes=[shape]) as pool:
-        return _calibrate(pool, args) if args.calibrate else _compare(pool, args, shape)
+        return _calibrate(pool, args) if work is None else _compare(pool, work, args)
 
 
-def _compare(pool: RankPool, args: argparse.Namespace, shape: tuple[int, ...]) -> int:
-    from fxshard.bench import Work, run_row
-    from fxshard.bench_text import plot, table, to_json
+def _work(args: argparse.Namespace, shape: tuple[int, ...]) -> Work:
+    from fxshard.bench import Work
     from fxshard.models import find_model
 
     find_model(args.model)
     dims = tuple(split_dims(args.split, args.input, len(shape)))
     options = {"kernels": args.kernels}
-    work = Work(
+    return Work(
         args.model, tuple(args.input), shape, dims, args.dtype, args.inner_backend, args.steps, args.device, options
     )
+
+
+def _compare(pool: RankPool, work: Work, args: argparse.Namespace) -> int:
+    from fxshard.bench import run_row
+    from fxshard.bench_text import plot, table, to_json
+
     rows = []
     for name in args.rows:
         rows.append(run_row(pool, work, name))
@@ -106,7 +112,7 @@ def _compare(pool: RankPool, args: argparse.Namespace, shape: tuple[int, ...]) -
     print("\n".join(table(rows)))
     series = [row for size in args.sizes for row in _of_size(pool, work, size)]
     if args.plot:
-        plot(series, dims[0], args.plot)
+        plot(series, work.dims[0], args.plot)
         print(f"wrote {args.plot}")
     if args.json:
         command = shlex.join(["fxshard", *sys.argv[1:]])

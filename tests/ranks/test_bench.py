@@ -42,6 +42,7 @@ def bench(*asked: str) -> int:
 
 
 def test_every_row_runs_or_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     saved, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     more = ["--sizes", "16", "32", "--json", str(saved), "--plot", str(picture)]
     assert bench(f"{__name__}:net", "--input", "1x3x8x16", *more) == 0
@@ -89,6 +90,7 @@ def test_a_calibration_is_a_device_that_plans_use(tmp_path: Path, capsys: pytest
     [
         (["--world-size", "2"], "a model and --input SHAPE are needed, or --calibrate"),
         (["m:n", "--input", "1x3x8x8", "--world-size", "2", "--plot", "a.png"], "--sizes says which sizes it shows"),
+        (["timm:convnext_gigantic", "--input", "1x3x8x8", "--world-size", "2"], "timm has no model"),
         (["--calibrate", "--world-size", "1"], "--world-size 2 or more"),
     ],
 )
