@@ -84,6 +84,8 @@ def checksum(tensor: torch.Tensor) -> str:
         tensor: On any device; not more than a copy of it and a few megabytes are allocated there.
     """
     bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 4:  # no integers begin there
+        bits = bits.clone()
     words = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
     weights = _weights(min(words.numel(), WORDS_AT_A_TIME), words.device)
     sums = [(part.long() * weights[: part.numel()]).sum() for part in words.split(WORDS_AT_A_TIME)]

@@ -117,6 +117,7 @@ def verify(  # noqa: PLR0913  options
     inner_backend: str = "eager",
     dtypes: Sequence[Literal["float64", "float32", "bfloat16", "float16"]] = ("float64",),
     steps: int = 2,
+    training: bool = True,
     device: Literal["cpu", "cuda"] = "cpu",
     bisect: bool = False,
     timeout_s: float = 600,
@@ -138,6 +139,7 @@ def verify(  # noqa: PLR0913  options
         inner_backend: As for :func:`fxshard.transform`.
         dtypes: What to verify in.
         steps: Training steps, >= 1; each changes the weights.
+        training: The mode of what a function returns; a module keeps its own.
         device: Gloo ranks, or one GPU for each.
         bisect: Whether to look for the first node that differs, where something does.
         timeout_s: The longest that the ranks may take, in seconds.
@@ -157,7 +159,7 @@ def verify(  # noqa: PLR0913  options
     check_choices({"inner_backend": inner_backend})
     shape = mesh_shape_of(world_size, mesh_shape)
     build: Any = functools.partial(_copied, model, inputs) if isinstance(model, torch.nn.Module) else model
-    training = getattr(model, "training", True)
+    training = model.training if isinstance(model, torch.nn.Module) else training
     case = Case(
         build,
         None if placements is None else tuple(placements),

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         inner_backend=args.inner_backend,
         dtypes=args.dtype,
         steps=args.steps,
+        training=not args.eval,
         device=args.device,
         bisect=args.bisect,
     )

@@ -117,6 +117,22 @@ def test_verify_in_the_types_of_the_user(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
+class Evaluated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not self.training
+        y: Tensor = self.layer(x)
+        return y
+
+
+def test_eval_verifies_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--input", "1x3x8x16", "--world-size", "2", "--eval"]
+    assert main(["verify", f"{__name__}:Evaluated", *asked]) == 0
+
+
 def test_verify_without_ranks_is_refused() -> None:
     with pytest.raises(PlanError, match="world_size=None and mesh_shape=None: give one of them"):
         fxshard.verify(Net(), torch.randn(2, 3, 8, 21))
