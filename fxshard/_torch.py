@@ -439,9 +439,11 @@ def watch_functions(
             ended the compilation, and raises nothing else.
     """
     entered: list[AbstractContextManager[None]] = []
+    handled: list[BaseException | None] = [None]  # the user's, where he calls a model in an except clause
 
     def begin() -> str:
         end()  # of one that ended before its callbacks
+        handled[0] = sys.exc_info()[1]
         if end not in callback_handler.end_callbacks:
             callback_handler.register_end_callback(end)
         function = _compiled_function()
@@ -452,8 +454,9 @@ def watch_functions(
         return ""
 
     def end(*_: object) -> None:
+        ended = sys.exc_info()
         while entered:
-            entered.pop().__exit__(*sys.exc_info())
+            entered.pop().__exit__(*((None, None, None) if ended[1] is handled[0] else ended))
 
     register_hook_for_recompile_user_context(begin)
 

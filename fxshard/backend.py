@@ -175,10 +175,11 @@ def _compile(
     examples = [part_example(made.parts[i], made.mode) if i in made.parts else v for i, v in enumerate(example_inputs)]
     groups = functools.partial(summing_groups, mesh)
     announce_compiler(made.config, mesh.device_type, news_level(mesh))
+    groups_used = frozenset(str(n.args[-1]) for n in all_nodes(made.local) if is_communication(n))  # buckets take sums
     lowered = lower(executable(made.local, config=made.config, groups=groups), examples, config=made.config)
     run = with_local_io(lowered, list(made.parts), mesh, made.local.meta[OUTPUTS])
     compiled = Compiled(source, made.graph, made.local, made.config, run)
-    run = _guarded(run, mesh, compiled, made.description)
+    run = _guarded(run, mesh, compiled, made.description, groups_used)
     said = Compilation(model or piece_name(gm), compilation_number(gm), made.graph, time.monotonic() - started)
     _say(said, gm, made, news_level(mesh))
     return _watched(dataclasses.replace(compiled, run=run)) if on_first_call else run
@@ -274,10 +275,14 @@ def _needs_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: Devic
 
 
 def _guarded(
-    run: Callable[..., Any], mesh: DeviceMesh, compiled: Compiled, description: dict[str, str]
+    run: Callable[..., Any],
+    mesh: DeviceMesh,
+    compiled: Compiled,
+    description: dict[str, str],
+    groups: frozenset[str],
 ) -> Callable[..., Any]:
     """Return ``run`` behind a comparison of the ranks, where it has collectives in which they could wait for ever."""
-    if not any(map(is_communication, all_nodes(compiled.local))):
+    if not groups:
         return run
     captured: Captured = compiled.planned.meta[KEY]
     inputs = compiled.planned.graph.find_nodes(op="placeholder")
@@ -286,7 +291,9 @@ def _guarded(
     given = {i: f"input {input_name(n) or n.name}" for i, n in enumerate(inputs) if i not in {*names, *parts}}
     words = {name: description[name] for name in RUNS}
     every, draws = compiled.config.check_every, has_random(compiled.planned)
-    return guarded(run, Guard(mesh, words, names, given, check_every=every, draws=draws, local=compiled.local))
+    return guarded(
+        run, Guard(mesh, words, names, given, check_every=every, draws=draws, local=compiled.local, groups=groups)
+    )
 
 
 def _watched(compiled: Compiled) -> Callable[..., Any]:

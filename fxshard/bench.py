@@ -7,7 +7,7 @@ Every row trains the same model, weights and images, with the same draws, for so
     weak                               n ranks share an image n times as large: each has as much as one device had
     DTensor                            torch's own: the image sharded, parameters replicated, operator by operator
 
-A row that a library cannot do says why.  One that fxshard cannot do is an error.
+A row that a library cannot do, or that needs too much memory, says why.  One that fxshard cannot do is an error.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
+from fxshard._torch import dead_draws_kept
 from fxshard.api import transform
 from fxshard.models import build_named
 from fxshard.rank_process import mesh
+from fxshard.workers import WorkerError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,6 +42,7 @@ WARM_UP = 3
 """Steps before the timed ones; the first compiles."""
 DTYPES = ("fp32", "bf16")
 """Of the step: bf16 is autocast."""
+OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 MOST_WORDS = 120
 """Letters of a library's error in a table."""
 
@@ -187,51 +190,49 @@ class Way:
         title: In a table.
         is_split: Whether all ranks take part.
         is_weak: Whether the image is enlarged.
-        is_ours: Whether a failure is fxshard's.
+        has_to_run: Whether a failure is an error, and not said in the row.
     """
 
     prepare: Callable[[nn.Module, Work], nn.Module]
     title: str
     is_split: bool = False
     is_weak: bool = False
-    is_ours: bool = False
+    has_to_run: bool = False
 
 
 WAYS = {
-    "eager": Way(_eager, "one device, eager"),
-    "compiled": Way(_compiled, "one device, compiled"),
+    "eager": Way(_eager, "one device, eager", has_to_run=True),
+    "compiled": Way(_compiled, "one device, compiled", has_to_run=True),
     "checkpointed": Way(_checkpointed, "one device, compiled, checkpointed"),
-    "strong": Way(_split, "fxshard, strong", is_split=True, is_ours=True),
-    "weak": Way(_split, "fxshard, weak", is_split=True, is_weak=True, is_ours=True),
+    "strong": Way(_split, "fxshard, strong", is_split=True, has_to_run=True),
+    "weak": Way(_split, "fxshard, weak", is_split=True, is_weak=True, has_to_run=True),
     "dtensor": Way(_dtensor, "DTensor, strong", is_split=True),
 }
 """By the names of ``--rows``."""
 
 
-def compare(pool: RankPool, work: Work, names: Sequence[str]) -> list[Row]:
-    """Run rows one after the other.
+def run_row(pool: RankPool, work: Work, name: str) -> Row:
+    """Run one row.
 
     Args:
         pool: Has the ranks and the mesh of the work.
         work: What is trained.
-        names: Keys of :data:`WAYS`.
+        name: A key of :data:`WAYS`.
 
     Raises:
-        WorkerError: fxshard failed, or the untouched model did.
+        WorkerError: A row failed that has to run, for another reason than that it needs too much memory.
     """
-    return [run_row(pool, work, name) for name in names]
-
-
-def run_row(pool: RankPool, work: Work, name: str) -> Row:
-    """Run one row; arguments as :func:`compare`'s."""
     way = WAYS[name]
     given = work.enlarged() if way.is_weak else work
     ranks = work.ranks if way.is_split else 1
-    found = pool.run(measure, given, name, ranks=ranks)
     sizes = given.inputs[0].sizes
-    refused = next((each for each in found if isinstance(each, str)), "")
-    if refused:
-        return Row(name, ranks, sizes, refusal=refused)
+    try:
+        found = pool.run(measure, given, name, ranks=ranks)
+    except WorkerError as error:
+        kinds = {cause.type_name for cause in error.causes.values()}
+        if way.has_to_run and OUT_OF_MEMORY not in kinds:
+            raise
+        return Row(name, ranks, sizes, refusal=_reason(error))
     steps = [max(times) for times in zip(*(each.ms for each in found), strict=True)]
     low, median, high = statistics.quantiles(steps, n=4) if len(steps) > 1 else steps * 3
     gib = max((each.gib for each in found if each.gib is not None), default=None)
@@ -239,8 +240,17 @@ def run_row(pool: RankPool, work: Work, name: str) -> Row:
     return Row(name, ranks, sizes, median, high - low, first_s, gib, found[0].loss)
 
 
-def measure(rank: int, work: Work, name: str) -> Measured | str:
-    """Train on this rank (runs in a rank process); return what was measured, or why it could not be done.
+def _reason(error: WorkerError) -> str:
+    """Return the first line of what the first rank raised, which may be the only one: the others wait for it."""
+    if not error.causes:
+        return "no answer in time"
+    cause = error.causes[min(error.causes)]
+    lines = cause.message.strip().splitlines() or [""]
+    return f"{cause.type_name}: {lines[0][:MOST_WORDS]}"
+
+
+def measure(rank: int, work: Work, name: str) -> Measured:
+    """Train on this rank (runs in a rank process).
 
     Args:
         rank: Which one.
@@ -248,19 +258,10 @@ def measure(rank: int, work: Work, name: str) -> Measured | str:
         name: A key of :data:`WAYS`.
     """
     del rank
-    way = WAYS[name]
     free(work)
     try:
-        return _trained(work, way)
-    except torch.OutOfMemoryError:
-        if way.is_split:  # the other ranks wait in a collective
-            raise
-        return "out of memory"
-    except Exception as error:
-        if way.is_ours or way.prepare in (_eager, _compiled):
-            raise
-        lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0][:MOST_WORDS]}"
+        with dead_draws_kept():  # compiled models draw what eager ones do
+            return _trained(work, WAYS[name])
     finally:
         free(work)
 

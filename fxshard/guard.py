@@ -20,15 +20,13 @@ import torch.distributed as dist
 from fxshard import agreement
 from fxshard._torch import watch_backward
 from fxshard.errors import RankMismatchError
-from fxshard.meeting import meetings_so_far
 from fxshard.mesh import news_level
 from fxshard.ops.lowering import on_failure
-from fxshard.provenance import all_nodes, is_communication
 from fxshard.watchdog import watchdog
 from fxshard.whereabouts import may_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import fx
     from torch.distributed.device_mesh import DeviceMesh
@@ -52,9 +50,10 @@ class Guard:
         check_every: Calls from one comparison of what the ranks hold to the next; 0 for none.
         draws: Whether the graph draws random numbers.
         local: The rank's graph: who fails in one of its collectives is asked which it was.
+        groups: The names of the process groups that it communicates in, gradients included.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         mesh: DeviceMesh,
         words: dict[str, str],
@@ -64,6 +63,7 @@ class Guard:
         check_every: int,
         draws: bool,
         local: fx.GraphModule,
+        groups: Iterable[str],
     ) -> None:
         self.mesh = mesh
         self.words = {agreement.WORK: "a compiled graph to run", "parameters and buffers": "as before", **words}
@@ -74,8 +74,7 @@ class Guard:
         self.calls = 0
         self._backward_is_watched = False
         self._watchdog = watchdog(mesh)
-        for node in filter(is_communication, all_nodes(local)):
-            on_failure[str(node.args[-1])] = self.tell
+        on_failure.update(dict.fromkeys(groups, self.tell))
         self._local = may_run(local)
         self.held: list[int] = []
 
@@ -91,7 +90,7 @@ class Guard:
         due = bool(self.check_every) and self.calls % self.check_every == 0
         if due or replaced:
             words |= self._held(inputs)
-        values = self._digests(inputs, self.given) if due or _is_power_of_two(meetings_so_far(self.mesh)) else {}
+        values = self._digests(inputs, self.given) if due or _is_power_of_two(self.calls) else {}
         if due:
             words, values = {**words, **values}, {}
         differing = agreement.agree_to_run(self.mesh, words, values)

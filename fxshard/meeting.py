@@ -47,15 +47,6 @@ def digest(parts: Iterable[object]) -> str:
     return hashlib.sha256(joined.encode()).hexdigest()[:16]
 
 
-def meetings_so_far(mesh: DeviceMesh) -> int:
-    """Return how many meetings the ranks of a mesh had: the same number on each of them.
-
-    Args:
-        mesh: The spatial mesh.
-    """
-    return _numbers[_ranks(mesh)]
-
-
 class Meeting:
     """One meeting of the ranks of a mesh; their first one is the first of each, and so on.
 

@@ -4,8 +4,7 @@ Rank processes are started on this machine; each trains the untouched model on i
 others, and compares what they leave behind (:mod:`fxshard.trace`)::
 
     float64    outputs, gradients, buffers within 1e-9, generators equal                    (the contract)
-    float32    no further from the float64 model than twice the untouched float32 model is
-    16 bits    no further than four times: fewer bits vary more from one order of a sum to another
+    others     no further from the float64 model than twice the untouched model in this type is
 
 Where they differ, :mod:`fxshard.bisect` names the first node that does.
 """
@@ -126,8 +125,8 @@ def verify(  # noqa: PLR0913  options
 
     Rank processes are started on this machine, so a script that calls it needs ``if __name__ == "__main__":`` around
     what it does.  Every rank compares outputs, gradients of inputs and parameters, buffers and generator states after
-    each step: in float64 each tensor within 1e-9 of its largest element, in float32 no further from the float64 model
-    than twice the untouched float32 model is, in 16 bits no further than four times.
+    each step: in float64 each tensor within 1e-9 of its largest element, in another type no further from the float64
+    model than twice the untouched model in this type is.
 
     Args:
         model: A module that can be pickled, in the mode (train or eval) that is to be verified; or a top-level

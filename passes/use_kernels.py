@@ -5,11 +5,13 @@ Before::                                         After::
     y = conv2d(x, w, b, ..., groups=C)               y = fxshard.depthwise_conv2d(x, w, b, ...)
 
 Which those are, and where they are faster, is :data:`fxshard.faster.KERNELS`.  The local graph is the same on all
-ranks but for sizes, and so is the choice: it depends on nothing that is measured while a model is compiled.
+ranks but for sizes, and so is the choice on GPUs of one kind: it depends on nothing that is measured while a model is
+compiled.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from fxshard.faster import KERNELS
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from torch import fx
 
     from fxshard.passes.config import Config
+
+
+log = logging.getLogger("fxshard")
 
 
 def use_kernels(local: fx.GraphModule, *, config: Config) -> fx.GraphModule:
@@ -31,9 +36,12 @@ def use_kernels(local: fx.GraphModule, *, config: Config) -> fx.GraphModule:
     Returns:
         ``local``.
     """
-    if config.kernels:
-        for node in all_nodes(local):
-            call = KERNELS[node.target](node) if node.target in KERNELS else None
-            if call is not None:
-                node.target, node.args, node.kwargs = call.target, call.args, {}
+    if not config.kernels:
+        return local
+    calls = {node: KERNELS[node.target](node) for node in all_nodes(local) if node.target in KERNELS}
+    for node, call in calls.items():
+        if call is not None:
+            node.target, node.args, node.kwargs = call.target, call.args, {}
+    if not any(calls.values()):
+        log.warning("kernels=True: this graph has no operator with a kernel that is faster on this device")
     return local

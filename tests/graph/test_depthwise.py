@@ -132,6 +132,9 @@ def test_other_types_stay(faster_here: None, monkeypatch: pytest.MonkeyPatch) ->
     assert not used()
 
 
-def test_a_cpu_has_no_kernels() -> None:
+def test_a_cpu_has_no_kernels_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     assert not faster.is_faster_on(torch.device("cpu"))
+    assert not used(kernels=False)
+    assert not caplog.messages
     assert not used()
+    assert "no operator with a kernel that is faster on this device" in caplog.text

@@ -133,6 +133,14 @@ def halve_gradient(name: str) -> Transform:
     return transform
 
 
+def shift_gradient(name: str, by: float) -> Transform:
+    def transform(model: nn.Module) -> nn.Module:
+        model.get_parameter(name).register_hook(lambda gradient: gradient + by)
+        return model
+
+    return transform
+
+
 def test_the_same_model_is_equal_bit_by_bit() -> None:
     found = compare_models(Case(build=conv_norm_dropout), lambda model: model)
     assert found.exact(0.0)
@@ -415,6 +423,7 @@ def test_float32_rounding_is_within_twice_the_floor() -> None:
     [
         pytest.param(change_output(lambda y: y * (1 + 1e-4)), id="output"),
         pytest.param(halve_gradient("head.weight"), id="gradient"),
+        pytest.param(shift_gradient("conv.bias", 1e-3), id="gradient whose true value is zero"),
         pytest.param(after_forward(count_twice), id="integer buffer"),
         pytest.param(after_forward(draw), id="generator"),
         pytest.param(change_output(lambda y: y.double()), id="dtype"),
@@ -429,6 +438,7 @@ def test_more_than_float32_rounding_is_found(transform: Transform) -> None:
 def test_16_bits_are_judged_by_their_own_rounding(dtype: torch.dtype) -> None:
     assert within_own_rounding(*traces32(lambda model: model, dtype), dtype)
     assert not within_own_rounding(*traces32(change_output(lambda y: y * 1.2), dtype), dtype)
+    assert not within_own_rounding(*traces32(halve_gradient("head.weight"), dtype), dtype)
 
 
 def test_rounding_floor_is_that_of_float32() -> None:
