@@ -7,6 +7,7 @@ Every rank says in a few words what it is about to compile, at a compilation, an
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from fxshard.errors import RankMismatchError
 from fxshard.meeting import GRACE_S, Meeting, digest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,8 +36,8 @@ NOT_CALLED = (
     "did not call the model within {} s; at every call the ranks compare what they run: it raised before, ran out of "
     "batches, or does work of its own between two steps: end such work with torch.distributed.barrier()"
 )
-FAILED, WORK = "failed", "work"
-"""Names of what ranks say: why one cannot go on, and what it is about to do."""
+FAILED, LEFT, WORK = "failed", "left", "work"
+"""Names of what ranks say: why one cannot go on, that it no longer waits, and what it is about to do."""
 _TOLD = "_fxshard_told"
 """An attribute of errors that the other ranks know of."""
 WORDS_AT_A_TIME = 2**20
@@ -72,7 +73,7 @@ MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
 """SplitMix64's increment and first multiplier, as signed integers."""
 DIMENSIONS = ("dim", "from_dim", "to_dim")
 """How the schemas of collectives name dimensions."""
-_seen: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_compared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def checksum(tensor: torch.Tensor) -> str:
@@ -106,16 +107,20 @@ def values_digest(tensors: Sequence[object]) -> str:
     )
 
 
-def first_time(tensors: Sequence[object]) -> bool:
-    """Return whether one of these tensors was not asked about before.
+def were_compared(tensors: Sequence[object]) -> bool:
+    """Return whether the values of all these tensors, and of at least one, were compared.
 
-    Values are compared once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
+    That is done once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
     """
     real = [t for t in tensors if isinstance(t, torch.Tensor)]
-    first = not real or any(t not in _seen for t in real)
-    for tensor in real:
-        _seen[tensor] = True
-    return first
+    return bool(real) and all(t in _compared for t in real)
+
+
+def remember_compared(tensors: Iterable[object]) -> None:
+    """Remember that all ranks were found to hold the same values of these tensors."""
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            _compared[tensor] = True
 
 
 def graph_digest(graph: fx.GraphModule) -> str:
@@ -153,16 +158,13 @@ def agree(mesh: DeviceMesh, words: dict[str, str], spent_s: float = 0.0) -> None
 
     Args:
         mesh: The spatial mesh.
-        words: What has to be equal: a name and a value for each thing.  A rank that failed before posts its message
-            under ``"failed"``.
+        words: What has to be equal: a name and a value for each thing.
         spent_s: Seconds that this rank needed to get here since it began to compile.
 
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
-    said = _said(Meeting(mesh, words), TIMEOUT_S + 2 * spent_s, NOT_COMPILED)
-    if not all(FAILED in d for d in said):  # else each rank raises its own error
-        check_same(said)
+    check_same(_said(Meeting(mesh, words), TIMEOUT_S + 2 * spent_s, NOT_COMPILED))
 
 
 def agree_to_run(mesh: DeviceMesh, words: dict[str, str], values: dict[str, str]) -> str:
@@ -179,8 +181,8 @@ def agree_to_run(mesh: DeviceMesh, words: dict[str, str], values: dict[str, str]
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
-    said = _said(Meeting(mesh, {**words, **values}), patience_s(), NOT_CALLED)
-    check_same([{name: value for name, value in each.items() if name not in values} for each in said])
+    said = _said(Meeting(mesh, {**words, **values}), patience_s(), NOT_CALLED, values)
+    check_same(_without(said, values))
     return _disagreement([{name: each[name] for name in values if name in each} for each in said])
 
 
@@ -223,6 +225,8 @@ def announce_failure(mesh: DeviceMesh | None, message: str, error: Exception) ->
     """
     if not dist.is_initialized() or getattr(error, _TOLD, False):
         return
+    if mesh is not None and mesh.get_coordinate() is None:  # nobody waits for a rank that is not in it
+        return
     setattr(error, _TOLD, True)
     try:
         Meeting(mesh, {FAILED: message}).leave()
@@ -250,8 +254,14 @@ def failures_of_others(mesh: DeviceMesh, message: str) -> str:
     return "; ".join(told)
 
 
-def _said(meeting: Meeting, timeout_s: float, absent: str) -> list[dict[str, str]]:
+def _said(meeting: Meeting, timeout_s: float, absent: str, values: Collection[str] = ()) -> list[dict[str, str]]:
     """Return the words of the ranks that came, in the mesh's order; none where all came with the same.
+
+    Args:
+        meeting: Of the ranks.
+        timeout_s: How long to wait for them, in seconds.
+        absent: What is said of one that did not come.
+        values: The names of what may differ: where nothing else does, the ranks go on, and so wait for all.
 
     Raises:
         RankMismatchError: A rank did not come in time, and those that did agree.
@@ -259,19 +269,35 @@ def _said(meeting: Meeting, timeout_s: float, absent: str) -> list[dict[str, str
     absent = absent.format(f"{timeout_s:.0f}")
     try:
         said = meeting.differing(timeout_s)
+        if said and any(w not in ({}, meeting.words) for w in said) and not _ends_in_error(said, values):
+            said = meeting.told(meeting.words, timeout_s)
     except RuntimeError as error:
         msg = f"the rank that keeps the store of the process group ended, or {absent}"
         raise RankMismatchError(msg) from error
     if said is None:
         return []
     silent = [str(place) for place, words in enumerate(said) if not words]
-    if any(words not in ({}, meeting.words) for words in said) or FAILED in meeting.words:
+    if _ends_in_error(said, values):
         return said
-    if not silent:
+    if silent:
+        meeting.words[LEFT] = "before all came"
+        with suppress(RuntimeError):  # the store may be what went
+            meeting.leave()
+        msg = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} of the mesh {absent}"
+        raise RankMismatchError(msg)
+    if any(LEFT in words for words in said) or said.count(meeting.words) == len(said):
         msg = f"the other ranks gave up waiting for this one before it came: it {absent}"
         raise RankMismatchError(msg)
-    msg = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} of the mesh {absent}"
-    raise RankMismatchError(msg)
+    return said
+
+
+def _ends_in_error(said: Sequence[dict[str, str]], values: Collection[str]) -> bool:
+    """Return whether what some ranks said lets none of them go on, whatever the others say."""
+    return any(FAILED in words for words in said) or bool(_disagreement(_without(said, {*values, LEFT})))
+
+
+def _without(said: Sequence[dict[str, str]], names: Collection[str]) -> list[dict[str, str]]:
+    return [{name: word for name, word in words.items() if name not in names} for words in said]
 
 
 def check_failures(said: Sequence[dict[str, Any]]) -> None:

@@ -192,12 +192,12 @@ def _runner(options: dict[str, Any], net: torch.nn.Module) -> Callable[[Callable
         def run(*args: Any, **kwargs: Any) -> Any:
             refuse_tracing(net)
             mesh = entrance.mesh()  # first: the start of the default group clears what Dynamo knows of torch
-            norms = _one_device_batch_norms(net, options["mesh"])
-            with capturing(net, announce) as call, norms, entrance.open(args, kwargs) as (given, named):
-                outputs = compiled(*given, **named)
-            if not call.graphs and _is_new(outputs, (args, kwargs)) and mesh.size() > 1:
-                raise not_captured(net)
-            return outputs
+            with capturing(net, announce) as call:
+                with _one_device_batch_norms(net, options["mesh"]), entrance.open(args, kwargs) as (given, named):
+                    outputs = compiled(*given, **named)
+                if not call.graphs and _is_new(outputs, (args, kwargs)) and mesh.size() > 1:
+                    raise not_captured(net)
+                return outputs
 
         return run
 

@@ -28,14 +28,15 @@ from fxshard.compilations import Compilation, announce, announce_compiler, piece
 from fxshard.cut_over import planned
 from fxshard.description import RUNS, describe_graph
 from fxshard.emitter import Rank
-from fxshard.errors import FxShardError, InternalError, PlanError, shortened
+from fxshard.errors import FxShardError, InternalError, PlanError, RankMismatchError, again, shortened
 from fxshard.functions import watch
 from fxshard.graph_breaks import report_cost
 from fxshard.guard import Guard, guarded
 from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
 from fxshard.mesh import default_mesh, news_level, summing_groups
 from fxshard.near_names import near
-from fxshard.options import check_choices, options_device, placements_of, split_dims_of
+from fxshard.ops.gradient_bucket import SumGradients
+from fxshard.options import check_choices, mesh_of, options_device, placements_of, split_dims_of
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.config import Config
 from fxshard.passes.lower import lower
@@ -104,7 +105,7 @@ def fxshard(
     if wrong:
         like = "".join(dict.fromkeys(near(name, OPTIONS) for name in wrong))
         msg = f"unknown options {wrong}{like}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
-        return _failing(PlanError(msg))
+        return _failing(PlanError(msg), given)
     return compile_graph(gm, example_inputs, given)
 
 
@@ -125,12 +126,20 @@ def compile_graph(
     try:
         return _compile(gm, example_inputs, options, model)
     except FxShardError as error:
-        return _failing(error)
+        return _failing(error, options)
 
 
-def _failing(failure: FxShardError) -> Callable[..., Any]:
+def _failing(failure: FxShardError, options: dict[str, Any]) -> Callable[..., Any]:
+    """Return what raises ``failure`` when it is called, each time, and tells the other ranks, which run or compile."""
+    met = isinstance(failure, RankMismatchError)  # which is how they know, the first time
+
     def fail(*_: Any) -> Any:
-        raise shortened(failure)
+        nonlocal met
+        error = shortened(again(failure))
+        if not met:
+            agreement.announce_failure(mesh_of(options), str(error), error)
+        met = False
+        raise error
 
     return fail
 
@@ -169,17 +178,21 @@ def _compile(
     started = time.monotonic()
     made = _prepared(gm, example_inputs, mesh, options, piece=not model)
     agreement.agree(mesh, {agreement.WORK: "a graph to compile", **made.description}, time.monotonic() - started)
+    is_state = made.graph.meta[KEY].is_state
+    agreement.remember_compared(v for v, state in zip(example_inputs, is_state, strict=True) if state)
     artifacts.leave(made.graph, made.local, made.config)
     for observe in on_compiled:
         observe(made.graph, made.local, made.config)
     examples = [part_example(made.parts[i], made.mode) if i in made.parts else v for i, v in enumerate(example_inputs)]
     groups = functools.partial(summing_groups, mesh)
     announce_compiler(made.config, mesh.device_type, news_level(mesh))
-    groups_used = frozenset(str(n.args[-1]) for n in all_nodes(made.local) if is_communication(n))  # buckets take sums
-    lowered = lower(executable(made.local, config=made.config, groups=groups), examples, config=made.config)
+    used = {str(node.args[-1]) for node in all_nodes(made.local) if is_communication(node)}
+    program = executable(made.local, config=made.config, groups=groups)
+    used |= {name for m in program.modules() if isinstance(m, SumGradients) for name in m.bucket.groups}
+    lowered = lower(program, examples, config=made.config)
     run = with_local_io(lowered, list(made.parts), mesh, made.local.meta[OUTPUTS])
     compiled = Compiled(source, made.graph, made.local, made.config, run)
-    run = _guarded(run, mesh, compiled, made.description, groups_used)
+    run = _guarded(run, mesh, compiled, made.description, frozenset(used))
     said = Compilation(model or piece_name(gm), compilation_number(gm), made.graph, time.monotonic() - started)
     _say(said, gm, made, news_level(mesh))
     return _watched(dataclasses.replace(compiled, run=run)) if on_first_call else run
@@ -188,18 +201,18 @@ def _compile(
 def _prepared(
     gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: DeviceMesh, options: dict[str, Any], *, piece: bool
 ) -> _Prepared:
-    """Return the graph, planned; what is raised is told to the other ranks, which come to compare.
+    """Return the graph, planned.
 
     Raises:
         FxShardError: It cannot be, or that is a bug.
     """
-    started = time.monotonic()
     try:
         return _prepare(gm, example_inputs, mesh, options, piece=piece)
+    except FxShardError:
+        raise
     except Exception as error:
-        failure = error if isinstance(error, FxShardError) else InternalError(f"a bug of fxshard: {error!r}")
-        agreement.agree(mesh, {agreement.FAILED: str(failure)}, time.monotonic() - started)
-        raise failure from error
+        msg = f"a bug of fxshard: {error!r}"
+        raise InternalError(msg) from error
 
 
 def _prepare(

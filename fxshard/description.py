@@ -46,16 +46,16 @@ def describe_graph(
     captured: Captured = graph.meta[KEY]
     given = [v for v, state in zip(example_inputs, captured.is_state, strict=True) if not state]
     state = [v for v, is_state in zip(example_inputs, captured.is_state, strict=True) if is_state]
-    compared = agreement.first_time(state)
+    compared = agreement.were_compared(state)
     return {
         **{name: str(getattr(config, field)) for field, name in OPTIONS.items()},
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
         "input types": ", ".join(map(_type, given)),
         "need a gradient": _with_gradient(graph, captured, example_inputs),
         "captured graph": agreement.graph_digest(graph),
-        "parameter and buffer values": agreement.values_digest(state) if compared else "compared before",
+        "parameter and buffer values": "compared before" if compared else agreement.values_digest(state),
         "memory formats": digest(_memory_orders(captured, example_inputs, config)),
-        "input values": agreement.values_digest(given) if compared else "not compared again",
+        "input values": "not compared again" if compared else agreement.values_digest(given),
         "sequence of collectives": agreement.collectives_digest(local),
         "generator state": generator_digest() if has_random(graph) else "not used",
         "torch": torch.__version__,

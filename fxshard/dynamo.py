@@ -37,7 +37,7 @@ from fxshard._torch import (
     whole_graphs,
 )
 from fxshard.batch_norms import cumulative_averages
-from fxshard.errors import CaptureError, FxShardError
+from fxshard.errors import CaptureError, FxShardError, RankMismatchError
 from fxshard.functions import too_many_graphs
 from fxshard.graph_breaks import reason_text
 
@@ -198,21 +198,24 @@ def own_errors(net: torch.nn.Module, announce: Announce = _to_nobody) -> Iterato
 
     Args:
         net: Whose forward is called.
-        announce: Is told what was raised outside of the backend, which has told the other ranks of its own errors.
+        announce: Tells the other ranks what was raised; of a disagreement all know.
 
     Raises:
         CaptureError: Dynamo cannot capture the module whole or once more, or an operator refuses the inputs' shapes or
             types.
-        FxShardError: What the backend raised.
+        FxShardError: What fxshard raised.
     """
     try:
         yield
-    except FxShardError:
+    except RankMismatchError:
+        raise
+    except FxShardError as error:
+        announce(str(error), error)
         raise
     except BackendCompilerFailed as error:
+        announce(str(error), error)
         if isinstance(error.inner_exception, FxShardError):
             raise error.inner_exception from error
-        announce(str(error), error)
         raise
     except (Unsupported, UserError, InternalTorchDynamoError) as error:
         msg = f"{type(net).__name__} cannot be captured whole: {_refusal(error)}\n{_users_frame(error)}{REMEDY}"

@@ -33,6 +33,13 @@ class InternalError(FxShardError):
 Failure = TypeVar("Failure", bound=FxShardError)
 
 
+def again(error: Failure) -> Failure:
+    """Return an error that was not raised yet, with the same message and cause."""
+    same = type(error)(*error.args)
+    same.__cause__ = error.__cause__
+    return same
+
+
 def shortened(error: Failure) -> Failure:
     """Return an error without the hundreds of lines of torch's and fxshard's own frames that led to it.
 
@@ -40,6 +47,9 @@ def shortened(error: Failure) -> Failure:
 
     Args:
         error: What is about to be raised to the user; it is changed.
+
+    Returns:
+        The same error.
     """
     if not isinstance(error, InternalError) and os.environ.get("TORCHDYNAMO_VERBOSE") != "1":
         error.__cause__, error.__suppress_context__ = None, True

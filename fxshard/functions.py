@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from fxshard import agreement
 from fxshard._torch import Unsupported, UserError, breaks_so_far, static_shapes, watch_functions
 from fxshard.errors import CaptureError
 from fxshard.graph_breaks import location, reason_text, report_empty
 from fxshard.mesh import news_level
+from fxshard.options import mesh_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,7 +76,7 @@ def _compiling(function: CompiledFunction) -> Iterator[None]:
             else:
                 _tell(function, f"{type(error).__name__}: {error}", error)
             raise
-        report_empty(breaks_so_far()[before:], news_level(_mesh(function)))
+        report_empty(breaks_so_far()[before:], news_level(mesh_of(function.options)))
 
 
 def _name(code: CodeType) -> str:
@@ -88,18 +88,11 @@ def _name(code: CodeType) -> str:
 def _left_alone(function: CompiledFunction, name: str, error: Exception) -> None:
     at = location(getattr(error, "real_stack", None) or ())
     text = f"{name} is not captured, because of {at}: {reason_text(str(error))}"
-    level = news_level(_mesh(function))
+    level = news_level(mesh_of(function.options))
     log.log(level, "%s; from now on it runs as it is, on the whole image on every rank: exact, and not split", text)
     _tell(function, f"{text}; it runs on this rank alone", error)
 
 
 def _tell(function: CompiledFunction, message: str, error: Exception) -> None:
     """Tell other ranks that wait for this one to compile, or will."""
-    mesh = _mesh(function)
-    if mesh is None or mesh.get_coordinate() is not None:
-        agreement.announce_failure(mesh, message, error)
-
-
-def _mesh(function: CompiledFunction) -> DeviceMesh | None:
-    mesh = function.options.get("mesh")
-    return mesh if isinstance(mesh, DeviceMesh) else None
+    agreement.announce_failure(mesh_of(function.options), message, error)

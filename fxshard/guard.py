@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,34 @@ NOT_ONE_BATCH = (
     "results mix the batches.\n%s\ncheck_every=1 makes it an error at the first call that differs"
 )
 _GLOO = re.compile(r"gloo|Timed out waiting|Connection (closed|reset)|Application timeout", re.IGNORECASE)
+
+
+class Teller:
+    """Tells the other ranks that this one failed while it ran: they may wait for it in a collective, or will.
+
+    Args:
+        mesh: The spatial mesh.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._watchdog = mesh, watchdog(mesh)
+
+    def __call__(self, error: Exception) -> None:
+        """Tell of an error.
+
+        Raises:
+            RankMismatchError: A collective failed, because another rank did; it says what that rank told.
+        """
+        if isinstance(error, RankMismatchError):  # an operator told of it
+            return
+        what = f"{type(error).__name__}: {error}"
+        if not _of_communication(error):
+            agreement.announce_failure(self._mesh, f"it raised while it ran the model: {what}", error)
+            return
+        told = agreement.failures_of_others(self._mesh, f"a collective failed: {what}")
+        seen = f"\n{self._watchdog.report}" if self._watchdog.report else ""
+        msg = f"a collective of the model failed, as another rank ended, raised or was late ({told}): {error}{seen}"
+        raise RankMismatchError(msg) from error
 
 
 class Guard:
@@ -72,11 +101,11 @@ class Guard:
         self.check_every = check_every
         self.draws = draws
         self.calls = 0
+        self.tell = Teller(mesh)
         self._backward_is_watched = False
-        self._watchdog = watchdog(mesh)
         on_failure.update(dict.fromkeys(groups, self.tell))
         self._local = may_run(local)
-        self.held: list[int] = []
+        self._held: list[weakref.ref[torch.nn.Parameter]] = []
 
     def check(self, inputs: tuple[Any, ...]) -> None:
         """Compare the ranks.
@@ -85,34 +114,21 @@ class Guard:
             RankMismatchError: A rank differs, failed, or did not come.
         """
         self.calls += 1
-        replaced = self._replaced(inputs)
+        parameters = [x for number in self.state if isinstance(x := inputs[number], torch.nn.Parameter)]
+        replaced = self.calls > 1 and self._are_others(parameters) and not agreement.were_compared(parameters)
         words = {**self.words, "parameters and buffers": "replaced"} if replaced else dict(self.words)
         due = bool(self.check_every) and self.calls % self.check_every == 0
         if due or replaced:
-            words |= self._held(inputs)
+            words |= self._state_digests(inputs)
         values = self._digests(inputs, self.given) if due or _is_power_of_two(self.calls) else {}
         if due:
             words, values = {**words, **values}, {}
         differing = agreement.agree_to_run(self.mesh, words, values)
+        if replaced:
+            agreement.remember_compared(parameters)
+        self._held = [weakref.ref(parameter) for parameter in parameters]
         if differing:
             log.log(news_level(self.mesh), NOT_ONE_BATCH, self.calls, differing)
-
-    def tell(self, error: Exception) -> None:
-        """Tell the other ranks that this one failed while it ran: they may wait for it in a collective, or will.
-
-        Raises:
-            RankMismatchError: A collective failed, because another rank did; it says what that rank told.
-        """
-        if isinstance(error, RankMismatchError):  # an operator told of it
-            return
-        what = f"{type(error).__name__}: {error}"
-        if not _of_communication(error):
-            agreement.announce_failure(self.mesh, f"it raised while it ran the model: {what}", error)
-            return
-        told = agreement.failures_of_others(self.mesh, f"a collective failed: {what}")
-        seen = f"\n{self._watchdog.report}" if self._watchdog.report else ""
-        msg = f"a collective of the model failed, as another rank ended, raised or was late ({told}): {error}{seen}"
-        raise RankMismatchError(msg) from error
 
     def watch_backward(self, outputs: Sequence[Any]) -> None:
         """Tell the other ranks of what the backward raises, too.
@@ -123,16 +139,12 @@ class Guard:
         if not self._backward_is_watched:
             self._backward_is_watched = watch_backward(outputs, self.tell)
 
-    def _replaced(self, inputs: tuple[Any, ...]) -> bool:
-        """Return whether a parameter is another one than at the last call, and was never compared."""
-        parameters = [x for number in self.state if isinstance(x := inputs[number], torch.nn.Parameter)]
-        held = list(map(id, parameters))
-        if held == self.held:
-            return False
-        self.held = held
-        return agreement.first_time(parameters) and self.calls > 1
+    def _are_others(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Return whether these are not the parameters of the last call."""
+        same = [held() is parameter for held, parameter in zip(self._held, parameters, strict=False)]
+        return len(same) == len(parameters) and not all(same)
 
-    def _held(self, inputs: tuple[Any, ...]) -> dict[str, str]:
+    def _state_digests(self, inputs: tuple[Any, ...]) -> dict[str, str]:
         """Return a hash of each parameter and buffer, and of the generators' states."""
         found = self._digests(inputs, self.state)
         return {**found, "generator state": generator_digest()} if self.draws else found

@@ -68,7 +68,7 @@ class Meeting:
     """
 
     def __init__(self, mesh: DeviceMesh | None, words: dict[str, str]) -> None:
-        self.words = words
+        self.words = dict(words)
         self._ranks = tuple(range(dist.get_world_size())) if mesh is None else _ranks(mesh)
         self._place, self._store = self._ranks.index(dist.get_rank()), _get_default_store()
         self._number = _numbers[self._ranks]

@@ -67,6 +67,16 @@ def _check_inner_backend(name: object) -> None:
         raise PlanError(msg)
 
 
+def mesh_of(options: dict[str, Any]) -> DeviceMesh | None:
+    """Return the mesh whose ranks wait for this one; None for all ranks of the default process group.
+
+    Args:
+        options: Not checked.
+    """
+    mesh = options.get("mesh")
+    return mesh if isinstance(mesh, DeviceMesh) else None
+
+
 def options_device(options: dict[str, Any]) -> Device | None:
     """Return the device that is asked for, None for none.
 

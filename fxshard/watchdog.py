@@ -44,6 +44,7 @@ class Watchdog:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.report = ""
+        """Where the ranks were in the last collective that did not end; nothing once the next one begins."""
         self._ranks = tuple(int(r) for r in mesh.mesh.flatten())
         self._patience_s = min(STUCK_S, _shortest_timeout_s(mesh) / 2)
         self._period_s = min(max(self._patience_s / 8, SHORTEST_PERIOD_S), LONGEST_PERIOD_S)
@@ -84,6 +85,7 @@ class Watchdog:
         number = collectives_started() if is_in_collective() else 0
         if number != self._waits_in:
             self._waits_in, self._since_s = number, time.monotonic()
+            self.report = "" if number else self.report  # who is out of the reported one may yet tell why it failed
         waited_s = time.monotonic() - self._since_s
         if number and number != self._told_of and waited_s > self._patience_s:
             self._told_of = number

@@ -23,9 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fxshard.ops.lowering import failures_told
 from fxshard.ops.memory import inverse, memory_order
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor
 
 
@@ -89,7 +92,7 @@ class _Settle(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, bucket: Bucket, *values: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.like = [(v.shape, memory_order(v), v.dtype) for v in values]
+        ctx.bucket, ctx.like = bucket, [(v.shape, memory_order(v), v.dtype) for v in values]
         ctx.sizes = [v.numel() for v in values]
         token = values[0].new_zeros((), dtype=bucket.dtype).expand(sum(ctx.sizes))
         return (*(v.view_as(v) for v in values), token)
@@ -100,7 +103,8 @@ class _Settle(torch.autograd.Function):
         if flat is None:
             return (None,) * (len(marks) + 1)
         if not torch.is_grad_enabled():
-            flat = torch.ops._c10d_functional.wait_tensor(flat)
+            with _told(ctx.bucket):
+                flat = torch.ops._c10d_functional.wait_tensor(flat)
         found: list[Tensor | None] = [None]
         for mark, part, (shape, order, dtype) in zip(marks, flat.split(ctx.sizes), ctx.like, strict=True):
             whole = part.view([shape[d] for d in order]).permute(inverse(order))
@@ -122,12 +126,18 @@ class _Sum(torch.autograd.Function):
         if all(g is None for g in gradients):
             return (None,) * (len(gradients) + 2)
         bucket = ctx.bucket
-        flat = torch.cat(
-            [_flat(g, shape, order, bucket, ctx.device) for g, (shape, order) in zip(gradients, ctx.like, strict=True)]
-        )
+        with _told(bucket):
+            like = zip(gradients, ctx.like, strict=True)
+            flat = torch.cat([_flat(g, shape, order, bucket, ctx.device) for g, (shape, order) in like])
+            summed = _differentiable_sum(flat, bucket) if torch.is_grad_enabled() else _sum(flat, bucket)
         # what tells the settling which values have a gradient
         marks = [None if g is None else g.new_zeros(()).expand(g.shape) for g in gradients]
-        return (None, *marks, _differentiable_sum(flat, bucket) if torch.is_grad_enabled() else _sum(flat, bucket))
+        return (None, *marks, summed)
+
+
+def _told(bucket: Bucket) -> AbstractContextManager[None]:
+    """Return a context that tells what is raised; nobody, of a bucket that is summed over no ranks."""
+    return failures_told(bucket.groups[-1] if bucket.groups else "")
 
 
 def _flat(

@@ -14,6 +14,7 @@ the collectives that are inside and keeps their order on every rank.
 from __future__ import annotations
 
 import hashlib
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,7 +26,7 @@ import torch
 import fxshard._torch  # noqa: F401
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch._ops import OpOverload
     from torch.library import CustomOpDef
@@ -65,14 +66,21 @@ def _of_its_own(lowering: Lowering) -> Lowering:
     """Return ``lowering`` with a result that is no view, which autograd would let nobody write to."""
 
     def run(*args: Any) -> torch.Tensor:
-        try:
+        with failures_told(str(args[-1])):
             made = lowering(*args)
-        except Exception as error:
-            on_failure.get(str(args[-1]), _nothing)(error)
-            raise
         return torch.empty(0, dtype=made.dtype, device=made.device).set_(made)  # type: ignore[call-overload]
 
     return run
+
+
+@contextmanager
+def failures_told(group: str) -> Iterator[None]:
+    """Tell :data:`on_failure` of what is raised in a group's communication, where no code around the graph sees it."""
+    try:
+        yield
+    except Exception as error:
+        on_failure.get(group, _nothing)(error)
+        raise
 
 
 def _nothing(_: Exception) -> None:

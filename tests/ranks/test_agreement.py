@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from fxshard import agreement, meeting
+from fxshard import agreement, backend, meeting
 from fxshard.api import transform
 from fxshard.compare import Case, Difference, compare_models
-from fxshard.errors import FxShardError
+from fxshard.errors import FxShardError, PlanError
 from fxshard.meeting import GRACE_S
 from fxshard.workers import mesh
 from tests.ranks.training import logged
@@ -213,10 +214,101 @@ def test_a_rank_that_cannot_plan_tells_the_others_why(pool: RankPool, way: str) 
     other, own = pool.run(run_program, way, [Program(), wrong], ranks=RANKS)
     assert other.kind == "RankMismatchError"
     assert "1 of 2 ranks failed: rank 1: placements split dim 5" in other.text
-    assert own.is_ours
+    assert own.kind == "PlanError"
     assert "placements split dim 5" in own.text
     both = pool.run(run_program, way, [wrong, wrong], ranks=RANKS)
     assert [found.kind for found in both] == ["PlanError", "PlanError"]
+
+
+def pass_a_wrong_part(rank: int) -> Outcome:
+    """Pass, on rank 1, a part that is not what its placements say (runs in a rank process)."""
+    torch.compiler.reset()
+    spatial = mesh((RANKS,))
+    net = transform(Net().double(), mesh=spatial, placements=[Shard(3)], inner_backend="eager")
+    part = torch.zeros(2, 3, 8, 6 if rank else 8, dtype=torch.float64)
+    strides = torch.empty(2, 3, 8, 16, device="meta").stride()
+    image = DTensor.from_local(
+        part, spatial, [Shard(3)], run_check=False, shape=torch.Size((2, 3, 8, 16)), stride=strides
+    )
+    return outcome(lambda: net(image))
+
+
+def test_a_rank_whose_part_is_refused_tells_the_others_why(pool: RankPool) -> None:
+    other, own = pool.run(pass_a_wrong_part, ranks=RANKS)
+    assert own.kind == "PlanError"
+    assert other.kind == "RankMismatchError"
+    assert "rank 1: an input of shape (2, 3, 8, 16) is a DTensor whose part on this rank has shape" in other.text
+    assert other.seconds < LIMIT_S / 3
+
+
+def refuse_late(rank: int, way: str) -> list[Outcome]:
+    """Refuse to compile, on rank 1, what the ranks have agreed to; call twice, then another size (on each rank)."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    net = WAYS[way](Net(), {"mesh": mesh((RANKS,)), "placements": [Shard(3)], "inner_backend": "eager"})
+
+    def refuse(*_: Any) -> None:
+        msg = "it cannot be done here"
+        raise PlanError(msg)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(backend, "on_compiled", [refuse])
+        found = [outcome(lambda: net(torch.zeros(2, 3, 8, 16))) for _ in range(2)]
+    return [*found, outcome(lambda: net(torch.zeros(2, 3, 8, 20)))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_one_rank_refuses_after_all_agreed_is_told_at_each_call(pool: RankPool, way: str) -> None:
+    others, own = pool.run(refuse_late, way, ranks=RANKS)
+    assert [found.kind for found in own] == ["PlanError", "PlanError", ""]
+    assert [found.kind for found in others] == ["RankMismatchError", "RankMismatchError", ""], [f.text for f in others]
+    assert all("1 of 2 ranks failed: rank 1: it cannot be done here" in found.text for found in others[:2])
+    assert max(found.seconds for found in others) < LIMIT_S / 3
+
+
+def differ_twice(rank: int) -> list[str]:
+    """Call one model, of other weights on each rank, compile it again, and call it again (in a rank process)."""
+    torch.manual_seed(rank)
+    model = Net()
+    found = []
+    for _ in range(2):
+        torch.compiler.reset()
+        net = transform(model, mesh=mesh((RANKS,)), placements=[Shard(3)], inner_backend="eager")
+        found.append(outcome(partial(net, torch.zeros(2, 3, 8, 16))).text)
+    return found
+
+
+def test_values_that_differed_are_compared_again(pool: RankPool) -> None:
+    for texts in pool.run(differ_twice, ranks=RANKS):
+        assert all("parameter and buffer values: rank 0 has " in text for text in texts), texts
+
+
+def differ_in_values(rank: int, hard: bool) -> tuple[str, Outcome]:
+    """Come with other values on rank 1, and late, on request with other work, on rank 2 (in a rank process)."""
+    spatial, said = mesh((RANKS + 1,)), []
+    work = {agreement.WORK: "other work" if hard and rank == RANKS else "a compiled graph to run"}
+    if rank == RANKS:
+        time.sleep(GRACE_S + 1)
+
+    def come() -> None:
+        said.append(agreement.agree_to_run(spatial, work, {"input x": str(rank % 2)}))
+
+    found = outcome(come)
+    return "".join(said), found
+
+
+@pytest.mark.parametrize("hard", [False, True])
+def test_ranks_whose_values_differ_wait_for_all(pool: RankPool, hard: bool) -> None:
+    for said, found in pool.run(differ_in_values, hard, ranks=RANKS + 1):
+        assert found.kind == ("RankMismatchError" if hard else ""), found.text
+        if hard:
+            assert (
+                "work: rank 0 has a compiled graph to run, rank 1 has a compiled graph to run, rank 2 has other"
+                in found.text
+            )
+        else:
+            assert "input x: rank 0 has 0, rank 1 has 1, rank 2 has 0" in said
 
 
 @pytest.mark.parametrize("way", WAYS)

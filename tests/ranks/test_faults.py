@@ -18,10 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from fxshard import watchdog
 from fxshard.api import transform
-from fxshard.ops import halo_accumulate, halo_exchange
+from fxshard.ops import gradient_bucket, halo_accumulate, halo_exchange
 from fxshard.ops.wire import swap_blocks
 from fxshard.workers import RankPool, WorkerError
+from fxshard.workers import mesh as mesh_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -102,6 +104,57 @@ def train_with(rank: int, fault: str, where: str, inner_backend: str, note: str 
                 Path(note).write_text(json.dumps(dataclasses.asdict(told)))
             return told
     return Told("", "", time.monotonic() - start)
+
+
+def lose_a_sum(rank: int, inner_backend: str) -> Told:
+    """Train without a halo, so that the sum of gradients is all that is sent; rank 1 never starts its second one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU())
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    assert isinstance(group, dist.ProcessGroup)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    local: Any = {"inputs": "local", "outputs": "local"}
+    net = transform(model, mesh=mesh, placements=[Shard(0)], inner_backend=inner_backend, **local)
+    net(torch.ones(1, 3, 4, 4)).to_local().sum().backward()
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(gradient_bucket, "_flat", out_of_memory)
+            patch.setattr(gradient_bucket, "_sum", out_of_memory)
+        try:
+            net(torch.ones(1, 3, 4, 4)).to_local().sum().backward()
+        except Exception as error:
+            return Told(type(error).__name__, str(error), time.monotonic() - start)
+    return Told("", "", time.monotonic() - start)
+
+
+def test_a_sum_of_gradients_that_one_rank_never_starts_is_told(pair: RankPool) -> None:
+    other, own = pair.run(lose_a_sum, "eager")
+    assert own.kind == "OutOfMemoryError"
+    assert other.kind == "RankMismatchError"
+    assert "rank 1: it raised while it ran the model: OutOfMemoryError: CUDA out of memory" in other.text
+    assert max(own.seconds, other.seconds) < LIMIT_S
+
+
+def look_at_collectives(rank: int) -> list[str]:
+    """Return the report of a watchdog that reported one collective, out of it and in the next one."""
+    spatial = mesh_of_ranks((2,))
+    dog = watchdog.Watchdog(spatial)
+    dog._store = dist.HashStore()
+    dog.report = "a collective of the model does not end"
+    dog._waits_in = 1
+    reports = []
+    with pytest.MonkeyPatch.context() as patch:
+        for is_in, number in ((False, 1), (True, 2)):
+            patch.setattr(watchdog, "is_in_collective", lambda is_in=is_in: is_in)
+            patch.setattr(watchdog, "collectives_started", lambda number=number: number)
+            dog._look()
+            reports.append(dog.report)
+    return reports
+
+
+def test_a_report_is_of_the_last_collective_that_did_not_end(pair: RankPool) -> None:
+    assert pair.run(look_at_collectives) == [["a collective of the model does not end", ""]] * 2
 
 
 FAILED = "a collective of the model failed, as another rank ended, raised or was late"
