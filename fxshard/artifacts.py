@@ -15,6 +15,7 @@ Each compiled graph has three artifacts beside torch's own::
 from __future__ import annotations
 
 import logging
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from fxshard._torch import trace_artifact
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from fxshard.passes.config import Config
+    from fxshard.report import PlanReport
 
 log = logging.getLogger("fxshard")
 
@@ -41,19 +43,27 @@ def leave(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> Non
         config: What was asked, and decided.
     """
 
+    @cache
+    def report() -> PlanReport:
+        return describe(planned, local, config)
+
+    @cache
     def page() -> str:
-        return "\n".join(summary(describe(planned, local, config)))
+        return "\n".join(summary(report()))
 
     if log.isEnabledFor(logging.DEBUG):
-        log.debug("%s", page())
-    _leave("fxshard_plan_summary", "string", page)
-    _leave("fxshard_plan", "json", lambda: describe(planned, local, config).to_json())
-    _leave("fxshard_local_graph", "string", lambda: program(planned, local, config))
+        _leave("the plan's summary", lambda: log.debug("%s", page()))
+    for name, encoding, write in (
+        ("fxshard_plan_summary", "string", page),
+        ("fxshard_plan", "json", lambda: report().to_json()),
+        ("fxshard_local_graph", "string", lambda: program(planned, local, config)),
+    ):
+        _leave(f"the artifact {name} of torch's trace", partial(trace_artifact, name, encoding, write))
 
 
-def _leave(name: str, encoding: str, write: Callable[[], str]) -> None:
-    """Write one artifact; what a trace lacks is said in the log, and no reason not to train."""
+def _leave(what: str, write: Callable[[], None]) -> None:
+    """Write something for the reader; that it cannot be is said in the log, and no reason not to train."""
     try:
-        trace_artifact(name, encoding, write)
+        write()
     except Exception:
-        log.warning("the artifact %s could not be written to torch's trace", name, exc_info=True)
+        log.warning("%s could not be written", what, exc_info=True)

@@ -13,6 +13,7 @@ What it counts is what real ranks send, to the byte: :mod:`fxshard.report` reads
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fxshard")
 
 GIB = 2**30
+MOST_RANKS = 4096
+"""How many are tried where a limit of memory is not kept."""
 STAGES = ("global", "local")
 """The graphs of a plan."""
 ENDINGS = (".txt", *WRITERS, ".py")
@@ -265,8 +268,8 @@ def plan(  # noqa: PLR0913  options, by keyword
     check_choices({"rng": rng, "inner_backend": inner_backend})
     images, modules = placements_of(placements)
     dims = None if images is None else split_dims_of(images, len(shape))
-    rank = Rank(tuple(n // 2 for n in shape), tuple(f"axis{a}" for a in range(len(shape))))
-    config = Config(mesh_shape=shape, dims=dims, rank=rank, rng=rng, inner_backend=inner_backend, whole_modules=modules)
+    options = Config(shape, dims, None, rng=rng, inner_backend=inner_backend, whole_modules=modules)
+    config = _on_mesh(options, shape)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     found = None if device is None else device_named(device)
     _check_limit(memory_limit_gib)
@@ -276,13 +279,22 @@ def plan(  # noqa: PLR0913  options, by keyword
             started = time.monotonic()
             captured = captured_graph(model, given, config)
             captured_at = time.monotonic()
-            tried = _plans(captured, config, found, any_mesh=any_mesh, every=memory_limit_gib is not None)
-            best = next(tried) if memory_limit_gib is None else _within(list(tried), memory_limit_gib)
+            if memory_limit_gib is None:
+                best = next(_plans(captured, config, found, any_mesh=any_mesh))
+            else:
+                search = functools.partial(_plans, captured, device=found, any_mesh=any_mesh, every=True)
+                best = _within(search, config, memory_limit_gib)
             times = captured_at - started, time.monotonic() - captured_at
             log.info("%s was captured in %.1f s and planned in %.1f s", type(model).__name__, *times)
             return best
     except FxShardError as error:
         raise shortened(error)  # noqa: B904  its cause is told, or left out
+
+
+def _on_mesh(config: Config, shape: tuple[int, ...]) -> Config:
+    """Return the configuration of a rank in the middle of a mesh."""
+    rank = Rank(tuple(n // 2 for n in shape), tuple(f"axis{a}" for a in range(len(shape))))
+    return dataclasses.replace(config, mesh_shape=shape, rank=rank)
 
 
 def _plans(captured: fx.GraphModule, config: Config, device: Device | None, **tried: bool) -> Iterator[Plan]:
@@ -311,12 +323,18 @@ def _check_limit(limit_gib: float | None) -> None:
         raise PlanError(msg)
 
 
-def _within(tried: Sequence[Plan], limit_gib: float) -> Plan:
+def _within(search: Callable[[Config], Iterator[Plan]], config: Config, limit_gib: float) -> Plan:
     """Return the first plan that keeps to the limit.
 
+    Args:
+        search: Returns the plans for a configuration, the quickest first.
+        config: What is asked.
+        limit_gib: What a rank's peak may be.
+
     Raises:
-        PlanError: None does.
+        PlanError: None does; with the smallest number of ranks that does, found by planning for others.
     """
+    tried = list(search(config))
     for found in tried:
         if found.memory.peak.bytes <= limit_gib * GIB:
             return found
@@ -327,8 +345,48 @@ def _within(tried: Sequence[Plan], limit_gib: float) -> Plan:
     if fixed >= limit_gib * GIB:
         whole = f"parameters, gradients and inputs are {size_text(fixed)} and whole on every rank"
         raise PlanError(msg + f"{whole}; no number of ranks is enough: use FSDP beside it")
-    needed = math.ceil(ranks * (memory.peak.bytes - fixed) / (limit_gib * GIB - fixed))
-    raise PlanError(msg + f"about {needed} ranks are needed; also smaller are bfloat16 and activation checkpoints")
+    first_guess = math.ceil(ranks * (memory.peak.bytes - fixed) / (limit_gib * GIB - fixed))
+    shape = _smallest_mesh(search, config, limit_gib, first_guess)
+    smaller = "also smaller are bfloat16 and activation checkpoints"
+    if shape is None:
+        raise PlanError(msg + f"{MOST_RANKS} ranks need more, too; {smaller}")
+    mesh = f", on a mesh of {' x '.join(map(str, shape))}," if len(shape) > 1 else ""
+    raise PlanError(msg + f"{math.prod(shape)} ranks are needed{mesh} and fewer are not enough; {smaller}")
+
+
+def _smallest_mesh(
+    search: Callable[[Config], Iterator[Plan]], config: Config, limit_gib: float, first_guess: int
+) -> tuple[int, ...] | None:
+    """Return the smallest mesh that keeps to a limit that ``config``'s does not; None where that is too large.
+
+    The axis with the most ranks gets more of them, so many that it is enough, and then by halves as few as are.
+
+    Args:
+        search: As for :func:`_within`.
+        config: As for :func:`_within`.
+        limit_gib: As for :func:`_within`.
+        first_guess: How many ranks may be enough.
+    """
+    asked = config.mesh_shape
+    axis = asked.index(max(asked))
+    others = math.prod(asked) // asked[axis]
+
+    def mesh(ranks: int) -> tuple[int, ...]:
+        return (*asked[:axis], ranks, *asked[axis + 1 :])
+
+    def fits(ranks: int) -> bool:
+        plans = search(_on_mesh(config, mesh(ranks)))
+        return any(plan.memory.peak.bytes <= limit_gib * GIB for plan in plans)
+
+    too_few, enough = asked[axis], max(asked[axis] + 1, math.ceil(first_guess / others))
+    while not fits(enough):
+        if enough * others >= MOST_RANKS:
+            return None
+        too_few, enough = enough, min(2 * enough, max(enough + 1, MOST_RANKS // others))
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
+    return mesh(enough)
 
 
 class _CapturedError(Exception):

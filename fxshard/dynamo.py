@@ -19,7 +19,6 @@ import traceback
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -40,6 +39,7 @@ from fxshard.batch_norms import cumulative_averages
 from fxshard.errors import CaptureError, FxShardError, RankMismatchError
 from fxshard.functions import too_many_graphs
 from fxshard.graph_breaks import reason_text
+from fxshard.provenance import users_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -255,18 +255,14 @@ def _reason(error: TorchRuntimeError) -> str:
 
 def _users_line(error: TorchDynamoException) -> str:
     """Return the innermost line that is neither torch's nor fxshard's, to be put behind the reason."""
-    frames = _users_frames(error)
-    return f"\n  at {frames[-1].filename}:{frames[-1].lineno} {frames[-1].line}" if frames else ""
+    frame = users_frame(getattr(error, "real_stack", None) or ())
+    return f"\n  at {frame.filename}:{frame.lineno} {frame.line}" if frame else ""
 
 
 def _users_frame(error: TorchDynamoException) -> str:
     """Return the same as in a traceback."""
-    return "".join(traceback.format_list(_users_frames(error)[-1:]))
-
-
-def _users_frames(error: TorchDynamoException) -> list[traceback.FrameSummary]:
-    own = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
-    return [frame for frame in getattr(error, "real_stack", None) or () if not frame.filename.startswith(own)]
+    frame = users_frame(getattr(error, "real_stack", None) or ())
+    return "".join(traceback.format_list([frame])) if frame else ""
 
 
 def not_captured(net: torch.nn.Module) -> CaptureError:

@@ -12,12 +12,8 @@ result is exact, nothing is split, and nobody says so::
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from fxshard import agreement
 from fxshard._torch import Unsupported, UserError, breaks_so_far, static_shapes, watch_functions
@@ -25,6 +21,7 @@ from fxshard.errors import CaptureError
 from fxshard.graph_breaks import location, reason_text, report_empty
 from fxshard.mesh import news_level
 from fxshard.options import mesh_of
+from fxshard.provenance import is_users_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,7 +77,7 @@ def _compiling(function: CompiledFunction) -> Iterator[None]:
 
 
 def _name(code: CodeType) -> str:
-    if code.co_filename.startswith(f"{Path(torch.__file__).parent}{os.sep}"):  # what calls a model of torch's classes
+    if not is_users_file(code.co_filename):  # what calls a model of torch's classes
         return "the compiled model"
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 

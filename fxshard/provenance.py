@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ _ROOT = re.compile(r"^L\['\w+'\](\.forward)?(\.__self__)?\.?")
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n *(?P<code>.+)', re.MULTILINE)
 
 
+SITE = "site-packages"
+"""In the paths of installed packages."""
 _PACKAGE = f"{Path(__file__).parent}/"
 """Where the frames are that lie between Dynamo and the model."""
 _TORCH = f"{Path(torch.__file__).parent}/"
@@ -60,12 +63,19 @@ def users_frame(stack: Sequence[FrameSummary]) -> FrameSummary | None:
     Args:
         stack: The innermost frame last.
     """
-    users = [frame for frame in stack if not frame.filename.startswith((_PACKAGE, _TORCH)) and not _is_python(frame)]
-    return users[-1] if users else None
+    return next((frame for frame in reversed(stack) if is_users_file(frame.filename)), None)
 
 
-def _is_python(frame: FrameSummary) -> bool:
-    return frame.filename.startswith(_PYTHON) and "site-packages" not in frame.filename
+def is_users_file(name: str) -> bool:
+    """Return whether a file is neither torch's, nor Python's, nor fxshard's; a library's of the user is the user's."""
+    is_python = name.startswith(_PYTHON) and SITE not in name
+    return not (is_python or name.startswith((_PACKAGE, _TORCH)))
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Return whether an error was raised in fxshard's own code, not in what it calls."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_PACKAGE)
 
 
 def module_path(node: fx.Node) -> str:

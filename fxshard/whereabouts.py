@@ -14,17 +14,15 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-import sysconfig
 import threading
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxshard.ops.lowering import LOWERINGS
-from fxshard.provenance import all_nodes, is_communication, module_path, source_line
+from fxshard.provenance import SITE, all_nodes, is_communication, is_users_file, module_path, source_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,7 +35,6 @@ _OPERATOR = re.compile(r"fxshard\.(\w+)")
 _ASSIGNED = re.compile(r"^(\w+) = torch\.ops\.fxshard\.")
 _GENERATED = "<eval_with_key>"
 _MOST_NAMED, _COMMENT_LINES = 3, 6
-_LIBRARIES = (sysconfig.get_paths()["stdlib"], str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _running: weakref.WeakSet[fx.GraphModule] = weakref.WeakSet()
 """The local graphs of this process, as long as somebody keeps them."""
 
@@ -80,9 +77,9 @@ def collective() -> str:
 
 
 def user_line() -> str:
-    """Return the innermost line of the main thread that is neither Python's, torch's nor fxshard's."""
+    """Return the innermost line of the main thread that is neither Python's nor an installed package's."""
     for line in _outwards(sys._current_frames().get(threading.main_thread().ident or 0)):
-        if not line.file.startswith((*_LIBRARIES, "<")) and "site-packages" not in line.file:
+        if is_users_file(line.file) and SITE not in line.file and not line.file.startswith("<"):
             return f"{line.file}:{line.number} in {line.frame.f_code.co_name}: {line.code}"
     return "no line of the user's program"
 

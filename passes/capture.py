@@ -36,10 +36,11 @@ from fxshard._torch import (
     preserve_node_meta,
     tag_activation_checkpoint,
 )
-from fxshard.errors import CaptureError
+from fxshard.errors import CaptureError, FxShardError, InternalError
 from fxshard.passes.custom_functions import refuse_draws, run_custom_function
 from fxshard.passes.hidden_writes import HiddenWrites, remove_copies
 from fxshard.passes.spelled_out import METHODS, SPELLED_OUT
+from fxshard.provenance import is_own_fault
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -90,11 +91,11 @@ class _Runner(fx.Interpreter):
         """Run one node, the region of an activation checkpoint inline with its nodes marked for recomputation."""
         try:
             return super().run_node(n)
-        except CaptureError:
+        except FxShardError:
             raise
         except Exception as error:
-            msg = f"{n.target} cannot be captured: {error}\n{n.meta.get('stack_trace', '').rstrip()}"
-            raise CaptureError(msg) from error
+            msg = f"{n.target} cannot be captured: {_said(error)}\n{n.meta.get('stack_trace', '').rstrip()}"
+            raise _kind_of(error)(msg) from error
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the target, spelled out; of a checkpoint, its region; of a custom function, its bodies."""
@@ -187,6 +188,15 @@ def _of_no_library() -> Iterator[None]:
         torch.backends.cudnn.enabled = enabled
 
 
+def _kind_of(error: Exception) -> type[FxShardError]:
+    """Return what an error is raised as: what fxshard's own code raises, that is not an error of its own, is a bug."""
+    return InternalError if is_own_fault(error) else CaptureError
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
     """Return the functional ATen graph of a Dynamo graph, with global shapes.
 
@@ -199,6 +209,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
 
     Raises:
         CaptureError: The graph has an operator that cannot be made functional; the message has the user's line.
+        InternalError: A bug of fxshard.
     """
     _specialize(gm)
     mode = detect_fake_mode(example_inputs) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -207,11 +218,11 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     try:
         with preserve_node_meta(), mode, dead_draws_kept(), _of_no_library():
             captured, signature = aot_export_module(_Inlined(gm, writes), fakes, trace_joint=False, pre_dispatch=True)
-    except CaptureError:
+    except FxShardError:
         raise
     except Exception as error:
-        msg = f"the model cannot be captured as a functional graph: {error}"
-        raise CaptureError(msg) from error
+        msg = f"the model cannot be captured as a functional graph: {_said(error)}\nTORCHDYNAMO_VERBOSE=1 shows where"
+        raise _kind_of(error)(msg) from error
     assert isinstance(captured, fx.GraphModule)
     refuse_draws(captured)
     remove_copies(captured)

@@ -90,13 +90,14 @@ def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Confi
         A callable with the graph's inputs and outputs.
 
     Raises:
-        PlanError: There is no backend of that name.
+        PlanError: The backend cannot be loaded.
     """
     try:
         backend = lookup_backend(config.inner_backend)
     except Exception as error:
         msg = (
-            f"inner_backend={config.inner_backend!r} is no Dynamo backend; torch.compiler.list_backends() has the names"
+            f"inner_backend={config.inner_backend!r} cannot be loaded: {type(error).__name__}: {error}; "
+            "torch.compiler.list_backends() has others"
         )
         raise PlanError(msg) from error
     if config.inner_backend == "inductor":

@@ -32,7 +32,7 @@ def splice(gm: fx.GraphModule, call: OpCall, choice: Expand) -> fx.Node | None:
     """Replace the call by its program; return the next node to plan, or None where the program is the call itself.
 
     Raises:
-        FxShardError: The program returns something else than the call: a bug of the operator's rule.
+        InternalError: The program returns something else than the call: a bug of the operator's rule.
     """
     traced = _traced(call, choice.program)
     body = [n for n in traced.graph.nodes if n.op not in ("placeholder", "output")]

@@ -122,9 +122,8 @@ def _behind(graph: fx.GraphModule, stage: str) -> list[str]:
     return [node.name for node in nodes[last + 1 :] if node.op == "call_function"]
 
 
-def chosen(graph: fx.GraphModule, row: Row, ranks: int, device: Device) -> Choice:
+def chosen(graph: fx.GraphModule, ranks: int, device: Device) -> Choice:
     """Return the planner's choice for so many ranks; arguments as :func:`simple`'s."""
-    del row
     return choices(graph, config=Config((ranks,), None, None), device=device, any_mesh=True)[0]
 
 
@@ -156,14 +155,9 @@ class Column:
 
 
 def column(title: str, graph: fx.GraphModule, row: Row, ranks: int, device: Device) -> Column:
-    """Compare the strategies.
-
-    Raises:
-        AssertionError: The planner's choice is worse than a simple one.
-    """
+    """Compare the strategies; arguments as :func:`simple`'s."""
     by_hand = {name: choice.step_ns for name, choice in simple(graph, row, ranks, device)}
-    plan = chosen(graph, row, ranks, device)
-    assert plan.step_ns <= min(by_hand.values()), f"{row.title}, {title}: {plan.step_ns} ns against {by_hand}"
+    plan = chosen(graph, ranks, device)
     return Column(title, {name: ns / 1e6 for name, ns in by_hand.items()}, plan.step_ns / 1e6, _said(plan, row))
 
 
@@ -225,7 +219,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 8, 64])
     parser.add_argument("--page", type=Path, default=PAGE)
     args = parser.parse_args()
-    lines = [HEAD.format(version=torch.__version__.partition("+")[0], device="H200")]
+    lines = [HEAD.format(version=torch.__version__.partition("+")[0], device=H200.name)]
     for row in (MODELS[name] for name in args.models):
         graphs = {name: captured(row, dtype) for name, dtype in DTYPES.items()}
         columns = []
@@ -233,6 +227,9 @@ def main() -> None:
             columns += [column(f"{name} x {ranks}", graph, row, ranks, H200) for ranks in args.ranks]
         lines += section(row, columns)
         print(f"{row.title}: {', '.join(f'{c.title} {_gain(c.best, c.plan)}' for c in columns)}", flush=True)
+        slower = [f"{c.title}: {c.plan} ms against {c.best} ms" for c in columns if c.plan > c.best]
+        if slower:
+            parser.exit(1, f"the planner's choice is slower than the best by hand for {row.title}, {slower}\n")
     args.page.write_text("\n".join(lines).rstrip() + "\n")
 
 

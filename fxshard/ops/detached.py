@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @torch.library.custom_op("fxshard::detached", mutates_args=(), schema="(Tensor x) -> Tensor")
 def detached(x: Tensor) -> Tensor:
-    """Return a copy of ``x`` without its history."""
+    """Return a copy of ``x`` without its history: what a custom operator returns may not be a view of its input."""
     return x.detach().clone()
 
 

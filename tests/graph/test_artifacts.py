@@ -97,5 +97,20 @@ def test_an_artifact_that_cannot_be_written_is_no_reason_not_to_train(
     made = graphs(nn.Conv2d(3, 4, 3, padding=1), [torch.zeros(1, 3, 8, 16)])
     with caplog.at_level(logging.WARNING, logger="fxshard"):
         artifacts.leave(made.planned, made.local, made.config)
-    assert [record.args for record in caplog.records] == [(name,) for name in NAMES]
+    assert [record.args for record in caplog.records] == [(f"the artifact {n} of torch's trace",) for n in NAMES]
     assert "no space for fxshard_plan" in caplog.text
+
+
+def test_a_plan_that_cannot_be_described_is_no_reason_not_to_train(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        message = "a bug of the description"
+        raise KeyError(message)
+
+    made = graphs(nn.Conv2d(3, 4, 3, padding=1), [torch.zeros(1, 3, 8, 16)])
+    monkeypatch.setattr(artifacts, "describe", fails)
+    with caplog.at_level(logging.DEBUG, logger="fxshard"):
+        artifacts.leave(made.planned, made.local, made.config)
+    assert "the plan's summary could not be written" in caplog.text
+    assert "a bug of the description" in caplog.text

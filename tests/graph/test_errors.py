@@ -13,7 +13,8 @@ from torch.distributed.tensor import Shard
 
 import fxshard
 from fxshard.errors import CaptureError, FxShardError, InternalError, PlanError
-from fxshard.passes import pipeline
+from fxshard.passes import capture, pipeline
+from fxshard.passes.spelled_out import SPELLED_OUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,6 +101,17 @@ def test_a_bug_keeps_what_led_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     error = raised_by(a_plan, InternalError)
     assert isinstance(error.__cause__, KeyError)
     assert "in broken" in "".join(traceback.format_exception(error))
+
+
+def test_a_bug_in_what_spells_an_operator_out_is_no_fault_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError
+
+    broken.__code__ = broken.__code__.replace(co_filename=capture.__file__)
+    monkeypatch.setitem(SPELLED_OUT, torch.conv2d, broken)
+    error = raised_by(a_plan, InternalError)
+    assert "conv2d" in str(error)
+    assert "cannot be captured: KeyError" in str(error)
 
 
 def test_torch_still_logs_what_others_run(caplog: pytest.LogCaptureFixture) -> None:
