@@ -40,6 +40,7 @@ from fxshard.options import check_choices, mesh_of, options_device, placements_o
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.config import Config
 from fxshard.passes.lower import lower
+from fxshard.passes.outline import copied
 from fxshard.passes.pipeline import executable, localized
 from fxshard.passes.replace_random import has_random
 from fxshard.passes.rewrite import OUTPUTS
@@ -174,7 +175,7 @@ def _compile(
     if mesh.size() == 1 and not _needs_passes(gm, example_inputs, mesh, options):
         with dead_draws_kept():
             return lookup_backend(options.get("inner_backend", "inductor"))(gm, list(example_inputs))
-    source = _copied(gm) if on_first_call else gm  # passes write to it
+    source = copied(gm) if on_first_call else gm  # passes write to it
     started = time.monotonic()
     made = _prepared(gm, example_inputs, mesh, options, piece=not model)
     agreement.agree(mesh, {agreement.WORK: "a graph to compile", **made.description}, time.monotonic() - started)
@@ -261,12 +262,6 @@ def _say(compilation: Compilation, gm: fx.GraphModule, made: _Prepared, level: i
     announce(compilation, level)
     if end is not None and end.is_break:
         report_cost(end, made.graph, made.local, made.config, level)
-
-
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    return fx.GraphModule(gm, graph)
 
 
 def _needs_passes(gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: DeviceMesh, options: dict[str, Any]) -> bool:

@@ -27,12 +27,12 @@ from torch import fx
 
 from fxshard._torch import unsynchronised_batch_norms
 from fxshard.cost import NS
-from fxshard.cut_over import choices, estimates, waits_ns, work_ns
+from fxshard.cut_over import choices, in_the_middle
 from fxshard.devices import Device, device_named
 from fxshard.drawing import Drawing
 from fxshard.dynamo import capturing, not_captured, traceable_call
-from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, PlanError, shortened
+from fxshard.estimates import estimates
 from fxshard.memory import Memory, predict_memory, size_text
 from fxshard.near_names import near_modules
 from fxshard.options import check_choices, mesh_shape_of, placements_of, split_dims_of
@@ -42,6 +42,7 @@ from fxshard.plan_files import WITH_MEMORY, WRITERS
 from fxshard.plan_text import explained, place_of, size_or_dash, stages, summary
 from fxshard.program import program
 from fxshard.report import NodeReport, PlanReport, describe, describe_local
+from fxshard.step_time import waits_ns, work_ns
 from fxshard.values import depends_on_data
 
 if TYPE_CHECKING:
@@ -268,8 +269,8 @@ def plan(  # noqa: PLR0913  options, by keyword
     check_choices({"rng": rng, "inner_backend": inner_backend})
     images, modules = placements_of(placements)
     dims = None if images is None else split_dims_of(images, len(shape))
-    options = Config(shape, dims, None, rng=rng, inner_backend=inner_backend, whole_modules=modules)
-    config = _on_mesh(options, shape)
+    asked = Config(shape, dims, None, rng=rng, inner_backend=inner_backend, whole_modules=modules)
+    config = in_the_middle(asked)
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     found = None if device is None else device_named(device)
     _check_limit(memory_limit_gib)
@@ -289,12 +290,6 @@ def plan(  # noqa: PLR0913  options, by keyword
             return best
     except FxShardError as error:
         raise shortened(error)  # noqa: B904  its cause is told, or left out
-
-
-def _on_mesh(config: Config, shape: tuple[int, ...]) -> Config:
-    """Return the configuration of a rank in the middle of a mesh."""
-    rank = Rank(tuple(n // 2 for n in shape), tuple(f"axis{a}" for a in range(len(shape))))
-    return dataclasses.replace(config, mesh_shape=shape, rank=rank)
 
 
 def _plans(captured: fx.GraphModule, config: Config, device: Device | None, **tried: bool) -> Iterator[Plan]:
@@ -375,7 +370,7 @@ def _smallest_mesh(
         return (*asked[:axis], ranks, *asked[axis + 1 :])
 
     def fits(ranks: int) -> bool:
-        plans = search(_on_mesh(config, mesh(ranks)))
+        plans = search(in_the_middle(dataclasses.replace(config, mesh_shape=mesh(ranks))))
         return any(plan.memory.peak.bytes <= limit_gib * GIB for plan in plans)
 
     too_few, enough = asked[axis], max(asked[axis] + 1, math.ceil(first_guess / others))

@@ -100,8 +100,7 @@ def _cost(planned: fx.GraphModule, local: fx.GraphModule, config: Config) -> str
     sent = describe(planned, local, config).nodes[-1].sent.of("gather").bytes
     captured: Captured = planned.meta[KEY]
     values = ", ".join(described(tensor_value(node)) for node in joined)
-    trained = captured.grad_enabled and any(captured.requires_grad)
-    back = ", and as many backward where the next piece splits it again" if trained else ""
+    back = ", and as many backward where the next piece splits it again" if captured.is_trained else ""
     count = f"{len(joined)} split value{'s are' if len(joined) > 1 else ' is'}"
     return f"{count} put together on every rank: {values}; a rank sends {bytes_text(sent)} in each forward{back}"
 

@@ -24,6 +24,7 @@ import torch
 from fxshard.bisect import Culprit, bisect_on_rank, first_of
 from fxshard.compare import KINDS, Difference, difference, transformed, within_own_rounding
 from fxshard.errors import FxShardError
+from fxshard.model_inputs import FLOATING
 from fxshard.options import check_choices, mesh_shape_of
 from fxshard.provenance import frame_line, users_frame
 from fxshard.trace import Case, Trace, build_model, run_steps
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from fxshard.trace import Inputs
 
-DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+DTYPES = {name: getattr(torch, name) for name in FLOATING}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fxshard.model_inputs import check_call, positive, split_dims
+from fxshard.model_inputs import FLOATING, check_call, positive, split_dims
 from fxshard.plan_command import add_what_is_split
 
 if TYPE_CHECKING:
@@ -24,14 +24,11 @@ if TYPE_CHECKING:
 
     from fxshard.model_inputs import ModelInput
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""Keys of :data:`fxshard.verification.DTYPES`."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_what_is_split(parser)
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float64"], help="default: float64")
+    parser.add_argument("--dtype", nargs="+", choices=FLOATING, default=["float64"], help="default: float64")
     parser.add_argument("--steps", type=positive, default=2, help="training steps; default: 2")
     parser.add_argument("--inner-backend", default="eager", help="what compiles the rewritten graph; default: eager")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -69,6 +69,11 @@ class Captured:
     grad_enabled: bool
     recorded: frozenset[int] = frozenset()
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is a backward."""
+        return self.grad_enabled and any(self.requires_grad)
+
 
 class _Runner(fx.Interpreter):
     """Runs a Dynamo graph node by node; a failure names the user's line.

@@ -10,8 +10,10 @@ import pytest
 
 from fxshard.candidates import mesh_shapes, splits
 from fxshard.cut import cheapest_split, cost_of
-from fxshard.cut_over import WHOLE, as_asked, cheaper_whole, choices, costs, estimates, in_the_middle
+from fxshard.cut_over import as_asked, cheaper_whole, choices, in_the_middle
 from fxshard.devices import H200
+from fxshard.estimates import estimates
+from fxshard.node_costs import WHOLE, costs
 from fxshard.passes.config import Config
 from tools import compare_strategies as by_hand
 from tools.networks import UNet
@@ -67,7 +69,7 @@ def test_what_is_saved_is_what_the_cut_says(name: str, mesh: tuple[int, ...], di
     for exchange_us in EXCHANGES_US:
         device = dataclasses.replace(SLOW, link=dataclasses.replace(SLOW.link, exchange_us=exchange_us))
         split = as_asked(captured(name), config, device)
-        values = costs(split, device)
+        values = costs(split.graph, config, split.waits_ns, device)
         whole = cheaper_whole(values, device)
         before, after = cost_of(values, frozenset(values) - {WHOLE}), cost_of(values, cheapest_split(values))
         assert before is not None

@@ -190,7 +190,7 @@ def run_past_the_limit(rank: int, way: str) -> tuple[list[str], list[int]]:
     """Pass more sizes than graphs are kept of; then another model takes part (in a rank process)."""
     said = []
     with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(recompile_limit=1), logged():
-        patch.setattr(_torch, "MOST_GRAPHS", 2)
+        patch.setattr(_torch.dynamo, "MOST_GRAPHS", 2)
         reference, net = pair(Evaluated, way, RANKS)
         with compilations() as compiled:
             for width in (8, 9, 10, 8, 10, 9):
@@ -220,7 +220,7 @@ def test_more_sizes_than_graphs_are_kept_of_are_an_error_and_never_run_unsplit(p
 def run_models_of_one_class(rank: int) -> int:
     """Transform several models of a class: each has its own graphs (in a rank process)."""
     with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(recompile_limit=1):
-        patch.setattr(_torch, "MOST_GRAPHS", 1)
+        patch.setattr(_torch.dynamo, "MOST_GRAPHS", 1)
         nets = [pair(Plain, "transform", RANKS)[1] for _ in range(3)]
         for net in nets:
             net(image(1, 3, 4, 8))
