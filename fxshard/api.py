@@ -47,6 +47,8 @@ def transform(  # noqa: PLR0913  options, by keyword
     check_every: int = 0,
     device: str | Device | None = None,
     kernels: bool = False,
+    mode: str = "default",
+    memory_budget: float = 1.0,
 ) -> Model:
     """Return ``model`` with a forward that splits the image over the ranks of ``mesh``.
 
@@ -126,6 +128,10 @@ def transform(  # noqa: PLR0913  options, by keyword
         kernels: Whether fxshard's own kernels take the place of the libraries' where they were measured to need less of
             the GPU: depthwise convolutions of 7 x 7 in bfloat16, on an H100 or H200.  They sum in float32, in another
             order, and take the host longer to launch.
+        mode: As ``torch.compile``'s, for Inductor: "default", or "reduce-overhead", which records what the GPU does
+            once in CUDA graphs and replays it; what a call returns is overwritten by a later one then.
+        memory_budget: How much of what would be kept for the backward may be, above 0 and at most 1: the rest is
+            computed again, as in ``torch._functorch.config.activation_memory_budget``.  Nothing is sent or drawn again.
 
     Returns:
         A module of the same class.
@@ -171,6 +177,8 @@ def transform(  # noqa: PLR0913  options, by keyword
         "check_every": check_every,
         "device": device,
         "kernels": kernels,
+        "mode": mode,
+        "memory_budget": memory_budget,
     }
     net = twin(model)
     make_transformed(net, functools.partial(_runner, options))

@@ -22,7 +22,8 @@ from fxshard._torch import (
     dead_draws_kept,
     detect_fake_mode,
     graph_end,
-    lookup_backend,
+    hand_on,
+    memory_budget,
 )
 from fxshard.compilations import Compilation, announce, announce_compiler, piece_name
 from fxshard.cut_over import planned
@@ -39,7 +40,7 @@ from fxshard.ops.gradient_bucket import SumGradients
 from fxshard.options import check_choices, mesh_of, options_device, placements_of, split_dims_of
 from fxshard.passes.capture import KEY, Captured
 from fxshard.passes.config import Config
-from fxshard.passes.lower import lower
+from fxshard.passes.lower import inner_compiler, lower
 from fxshard.passes.outline import copied
 from fxshard.passes.pipeline import executable, localized
 from fxshard.passes.replace_random import has_random
@@ -80,14 +81,19 @@ on_first_call: list[Callable[[Compiled, Sequence[Any]], None]] = []
 """Called with the inputs when a graph that was compiled meanwhile is first called, before it runs."""
 OPTIONS = (
     *("mesh", "placements", "inner_backend", "rng", "outputs"),
-    *("bucket_cap_mb", "reduce_dtype", "check_every", "device", "kernels"),
+    *("bucket_cap_mb", "reduce_dtype", "check_every", "device", "kernels", "mode", "memory_budget"),
 )
 MOST_NAMES = 4
 """How many inputs an error names."""
 
 
 def fxshard(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **unknown: object
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: dict[str, Any] | None = None,
+    mode: str | None = None,
+    **unknown: object,
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph for this rank of a spatial mesh.
 
@@ -95,13 +101,14 @@ def fxshard(
         gm: The graph that Dynamo captured.
         example_inputs: Its inputs.
         options: What :func:`fxshard.transform` takes by keyword, except ``inputs``.
+        mode: As the option.
         unknown: Other keywords of ``torch.compile``; refused.
 
     Returns:
         A callable with the graph's inputs and outputs; it raises a :class:`FxShardError` when it is called where
         compilation failed.
     """
-    given = options or {}
+    given = {**(options or {}), **({} if mode is None else {"mode": mode})}
     wrong = [*(k for k in given if k not in OPTIONS), *(k for k, v in unknown.items() if v is not None)]
     if wrong:
         like = "".join(dict.fromkeys(near(name, OPTIONS) for name in wrong))
@@ -173,8 +180,9 @@ def _compile(
     mesh = options.get("mesh")
     mesh = default_mesh() if mesh is None else mesh
     if mesh.size() == 1 and not _needs_passes(gm, example_inputs, mesh, options):
-        with dead_draws_kept():
-            return lookup_backend(options.get("inner_backend", "inductor"))(gm, list(example_inputs))
+        with dead_draws_kept(), memory_budget(options.get("memory_budget", Config.memory_budget)):
+            whole: Callable[..., Any] = inner_compiler(make_config(mesh, options))(gm, list(example_inputs))
+            return whole
     source = copied(gm) if on_first_call else gm  # passes write to it
     started = time.monotonic()
     made = _prepared(gm, example_inputs, mesh, options, piece=not model)
@@ -190,6 +198,7 @@ def _compile(
     used = {str(node.args[-1]) for node in all_nodes(made.local) if is_communication(node)}
     program = executable(made.local, config=made.config, groups=groups)
     used |= {name for m in program.modules() if isinstance(m, SumGradients) for name in m.bucket.groups}
+    hand_on(gm, program)
     lowered = lower(program, examples, config=made.config)
     run = with_local_io(lowered, list(made.parts), mesh, made.local.meta[OUTPUTS])
     compiled = Compiled(source, made.graph, made.local, made.config, run)
@@ -231,7 +240,6 @@ def _prepare(
     wholes = [whole_example(parts[i], mode) if i in parts else v for i, v in enumerate(example_inputs)]
     graph, config = planned(gm, wholes, config=config, device=options_device(options))
     local = localized(graph, config=config)
-    local.meta.update(gm.meta)
     return _Prepared(graph, local, config, parts, mode, describe_graph(graph, local, wholes, config))
 
 
@@ -352,6 +360,8 @@ def make_config(mesh: DeviceMesh, options: dict[str, Any]) -> Config:
         reduce_dtype=options.get("reduce_dtype"),
         check_every=options.get("check_every", Config.check_every),
         kernels=options.get("kernels", Config.kernels),
+        mode=options.get("mode", Config.mode),
+        memory_budget=options.get("memory_budget", Config.memory_budget),
     )
 
 

@@ -229,6 +229,7 @@ def plan(  # noqa: PLR0913  options, by keyword
     inner_backend: str = "inductor",
     device: str | Device | None = None,
     memory_limit_gib: float | None = None,
+    memory_budget: float = 1.0,
 ) -> Plan:
     """Return the plan of ``model`` on a mesh that need not exist.
 
@@ -250,6 +251,7 @@ def plan(  # noqa: PLR0913  options, by keyword
         inner_backend: As for :func:`fxshard.transform`; it decides what is kept for the backward.
         device: As for :func:`fxshard.transform`; the summary has estimated times then.  Without ``placements`` the
             dimensions with the least time are split, and for a ``world_size`` the mesh has the best of some shapes.
+        memory_budget: As for :func:`fxshard.transform`; what is computed again is not in the estimated times.
         memory_limit_gib: What a rank's peak may be, in GiB: the quickest plan that keeps to it is returned.
 
     Returns:
@@ -266,11 +268,11 @@ def plan(  # noqa: PLR0913  options, by keyword
         Traffic(messages=1, bytes=4736)
     """
     shape = mesh_shape_of(world_size, mesh_shape)
-    check_choices({"rng": rng, "inner_backend": inner_backend})
+    options: dict[str, Any] = {"rng": rng, "inner_backend": inner_backend, "memory_budget": memory_budget}
+    check_choices(options)
     images, modules = placements_of(placements)
     dims = None if images is None else split_dims_of(images, len(shape))
-    asked = Config(shape, dims, None, rng=rng, inner_backend=inner_backend, whole_modules=modules)
-    config = in_the_middle(asked)
+    config = in_the_middle(Config(shape, dims, None, whole_modules=modules, **options))
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     found = None if device is None else device_named(device)
     _check_limit(memory_limit_gib)

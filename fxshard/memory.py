@@ -124,19 +124,29 @@ def predict_memory(planned: fx.GraphModule, local: fx.GraphModule, config: Confi
     if any(map(depends_on_data, planned.graph.nodes)):
         msg = "the memory of a step cannot be predicted: sizes in the model depend on data"
         raise PlanError(msg)
-    if config.inner_backend == FUSING:
-        register_decompositions()
     captured: Captured = planned.meta[KEY]
-    inputs = [node.meta.get("val") for node in local.graph.find_nodes(op="placeholder")]
-    leaves = [
-        _leaf(v, needs and captured.grad_enabled) for v, needs in zip(inputs, captured.requires_grad, strict=True)
-    ]
-    runs = executable(copied(local), config=config)
-    with without_autocast(), partition_rules(local):
-        graphs = partitioned(runs, leaves, config.inner_backend)
-    sizes = [_nbytes(v) for v in inputs]
+    graphs = step_graphs(captured, local, config)
+    sizes = [_nbytes(node.meta.get("val")) for node in local.graph.find_nodes(op="placeholder")]
     state = sum(size for size, is_state in zip(sizes, captured.is_state, strict=True) if is_state)
     return _walked(graphs, state, sum(sizes) - state, fusing=config.inner_backend == FUSING)
+
+
+def step_graphs(captured: Captured, local: fx.GraphModule, config: Config) -> Partitioned:
+    """Return the forward and the backward that an inner backend would compile.
+
+    Args:
+        captured: Of the global graph.
+        local: A rank's local graph; it is left as it is.
+        config: Names the inner backend.
+    """
+    if config.inner_backend == FUSING:
+        register_decompositions()
+    inputs = [node.meta.get("val") for node in local.graph.find_nodes(op="placeholder")]
+    needed = (needs and captured.grad_enabled for needs in captured.requires_grad)
+    leaves = [_leaf(value, needs) for value, needs in zip(inputs, needed, strict=True)]
+    runs = executable(copied(local), config=config)
+    with without_autocast(), partition_rules(runs, config):
+        return partitioned(runs, leaves, config.inner_backend)
 
 
 def _leaf(value: Any, needs_grad: bool) -> Any:

@@ -19,6 +19,11 @@ from fxshard.passes.config import Config
 Rng = Literal["match", "counter"]
 WHERE = ("global", "local")
 """What inputs and outputs may be."""
+INDUCTOR = Config.inner_backend
+PARTITIONING = (INDUCTOR, "aot_eager", "aot_eager_decomp_partition")
+"""Backends that choose what is kept for the backward."""
+MODES = (Config.mode, "reduce-overhead")
+"""Of ``torch.compile``'s modes."""
 NAME = "fxshard"
 """Of the backend, which cannot be its own inner one."""
 
@@ -53,9 +58,29 @@ def check_choices(options: dict[str, Any]) -> None:
     if not isinstance(kernels, bool):
         msg = f"kernels={kernels!r} is no switch; use True or False"
         raise PlanError(msg)
+    _check_mode(options)
+    budget = options.get("memory_budget", Config.memory_budget)
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not 0 < budget <= 1:
+        msg = f"memory_budget={budget!r} is no part of what is kept for the backward; use a number in (0, 1]"
+        raise PlanError(msg)
+    if budget < 1 and options.get("inner_backend", INDUCTOR) not in PARTITIONING:
+        names = " or ".join(map(repr, PARTITIONING))
+        msg = f"memory_budget={budget:g} is for backends that choose what is kept; use inner_backend={names}"
+        raise PlanError(msg)
     dtype = options.get("reduce_dtype")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         msg = f"reduce_dtype={dtype!r} is no floating dtype; use torch.float32, or None for each parameter's own"
+        raise PlanError(msg)
+
+
+def _check_mode(options: dict[str, Any]) -> None:
+    mode = options.get("mode", Config.mode)
+    if mode not in MODES:
+        msg = f"mode={mode!r} is not known; use {' or '.join(map(repr, MODES))}"
+        msg += "; a mode that times kernels would choose other ones on each rank" if "autotune" in str(mode) else ""
+        raise PlanError(msg)
+    if mode != Config.mode and options.get("inner_backend", INDUCTOR) != INDUCTOR:
+        msg = f"mode={mode!r} is Inductor's, and inner_backend={options['inner_backend']!r}; leave one of them out"
         raise PlanError(msg)
 
 

@@ -30,6 +30,8 @@ class Config:
         reduce_dtype: What gradients are summed in; None for each parameter's own type.
         check_every: Calls from one comparison of what the ranks hold to the next; 0 for none.
         kernels: Whether fxshard's own kernels run where they were measured to be faster.
+        mode: Of Inductor: "default", or "reduce-overhead" for CUDA graphs.
+        memory_budget: The part of what would be kept for the backward that may be; the rest is computed again.
         whole: The nodes that every rank runs whole although they could be split, by name, and why.
         whole_modules: Patterns of paths of modules that run so.
     """
@@ -46,5 +48,7 @@ class Config:
     reduce_dtype: torch.dtype | None = None
     check_every: int = 0
     kernels: bool = False
+    mode: str = "default"
+    memory_budget: float = 1.0
     whole: tuple[tuple[str, str], ...] = ()
     whole_modules: tuple[str, ...] = ()

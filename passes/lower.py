@@ -8,16 +8,19 @@ version never runs.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
-from functools import cache
+from contextlib import ExitStack
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxshard._torch import (
     cache_key_tagged,
     dead_draws_kept,
     lookup_backend,
+    memory_budget,
+    mode_options,
     recomputed_behind_collectives,
     register_inductor_decomposition,
 )
@@ -28,7 +31,6 @@ from fxshard.provenance import all_nodes, is_communication
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
 
     from torch import fx
 
@@ -69,13 +71,46 @@ def cache_tag(local: fx.GraphModule) -> str:
     return f"fxshard-{lowering_hash()}-{digest(recomputed)}"
 
 
-def partition_rules(local: fx.GraphModule) -> AbstractContextManager[object]:
+def partition_rules(local: fx.GraphModule, config: Config) -> ExitStack:
     """Return a context in which a partitioner keeps no more for the backward than it does on one device.
 
+    With a budget it keeps less, but never communicates or draws again, unless a checkpoint of the model's says so:
+    ranks of other sizes may be left with other values.
+
     Args:
-        local: One rank's local graph; one without communication is partitioned as always.
+        local: One rank's local graph, which is marked; one without communication is partitioned as always.
+        config: Has the budget.
     """
-    return recomputed_behind_collectives() if any(map(is_communication, all_nodes(local))) else nullcontext()
+    stack = ExitStack()
+    if any(map(is_communication, all_nodes(local))):
+        stack.enter_context(recomputed_behind_collectives())
+    if config.memory_budget < 1:
+        stack.enter_context(memory_budget(config.memory_budget))
+        for node in all_nodes(local):
+            if getattr(node.target, "namespace", "") == "fxshard":
+                node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+    return stack
+
+
+def inner_compiler(config: Config) -> Callable[..., Any]:
+    """Return the inner backend, in its mode.
+
+    Args:
+        config: Names both.
+
+    Raises:
+        PlanError: The backend cannot be loaded.
+    """
+    try:
+        backend: Callable[..., Any] = lookup_backend(config.inner_backend)
+    except Exception as error:
+        msg = (
+            f"inner_backend={config.inner_backend!r} cannot be loaded: {type(error).__name__}: {error}; "
+            "torch.compiler.list_backends() has others"
+        )
+        raise PlanError(msg) from error
+    options = mode_options(config.mode)
+    return partial(backend, config_patches=options) if options else backend
 
 
 def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Config) -> Callable[..., Any]:
@@ -92,19 +127,12 @@ def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Confi
     Raises:
         PlanError: The backend cannot be loaded.
     """
-    try:
-        backend = lookup_backend(config.inner_backend)
-    except Exception as error:
-        msg = (
-            f"inner_backend={config.inner_backend!r} cannot be loaded: {type(error).__name__}: {error}; "
-            "torch.compiler.list_backends() has others"
-        )
-        raise PlanError(msg) from error
+    backend = inner_compiler(config)
     if config.inner_backend == "inductor":
         register_decompositions()
     ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-    with without_autocast(), cache_key_tagged(cache_tag(local)), dead_draws_kept(), partition_rules(local):
-        compiled = backend(local, list(example_inputs))
+    with without_autocast(), cache_key_tagged(cache_tag(local)), dead_draws_kept(), partition_rules(local, config):
+        compiled: Callable[..., Any] = backend(local, list(example_inputs))
     if not ambient:
         return compiled
 

@@ -113,6 +113,25 @@ def recomputed_behind_collectives() -> AbstractContextManager[None]:
     return patch
 
 
+def memory_budget(part: float) -> AbstractContextManager[None]:
+    """Return a context in which a partitioner keeps a part of what it would for the backward, and computes the rest.
+
+    Args:
+        part: More than 0, and 1 for all of it.
+    """
+    from torch._functorch import config  # noqa: PLC0415
+
+    patch: AbstractContextManager[None] = config.patch(activation_memory_budget=part)
+    return patch
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """Return the options of Inductor that one of ``torch.compile``'s modes stands for."""
+    from torch._inductor import list_mode_options  # noqa: PLC0415  takes a second
+
+    return dict(list_mode_options(mode)) if mode != "default" else {}
+
+
 def dead_draws_kept() -> AbstractContextManager[None]:
     """Return a context in which random operators are eager mode's.
 

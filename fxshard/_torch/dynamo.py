@@ -33,6 +33,29 @@ def is_module_state(placeholder: torch.fx.Node, example: object) -> bool:
     return bool(kind.is_unspecialized_nn_module() or kind.is_unspecialized_builtin_nn_module())
 
 
+SOURCE = "_dynamo_source"
+"""Where a placeholder of Dynamo's has its place in the user's program."""
+_SOURCES = "_param_name_to_source"
+
+
+def hand_on(gm: torch.fx.GraphModule, made: torch.fx.GraphModule) -> None:
+    """Let AOTAutograd see of a graph that was made from Dynamo's which inputs are the model's, and stay in their place.
+
+    CUDA graphs copy any other input at each call, and Inductor looks at where it begins.
+
+    Args:
+        gm: What Dynamo hands to a backend.
+        made: Has the same inputs; is given what is known of them.
+    """
+    made.meta.update(gm.meta)
+    if hasattr(gm, _SOURCES):
+        setattr(made, _SOURCES, getattr(gm, _SOURCES))
+    theirs, ours = (graph.graph.find_nodes(op="placeholder") for graph in (gm, made))
+    for node, origin in zip(ours, theirs, strict=True):
+        setattr(node, SOURCE, getattr(origin, SOURCE, None))
+        node.meta["tensor_dict"] = origin.meta.get("tensor_dict", {})
+
+
 MOST_GRAPHS = 64
 """How many graphs of one function are kept: one for each input size, mode and set of frozen parameters."""
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 import fxshard
+from fxshard.memory import step_graphs
+from fxshard.passes.capture import KEY
 from tools import bench_memory
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "convnext_xl_h200x2.json"
 DOUBLE = 8
+NOT_REPEATED = ("fxshard", "_c10d_functional")
+"""Namespaces of operators that communicate or draw."""
 
 
 def net() -> nn.Module:
@@ -71,6 +75,44 @@ def test_a_batch_norm_keeps_a_part_and_no_difference_from_the_mean_beside_it(
     halos = 3 * 4 * 16 * 64 * 2 * 4  # two columns of the input of each convolution
     own_slice = image.numel() * image.element_size() / ranks  # one rank keeps none: it has the input itself
     assert kept(ranks) <= kept(1) / ranks + own_slice + halos
+
+
+class Drawing(nn.Module):
+    """Convolutions, statistics over all ranks, activations and masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Dropout(0.2)]
+        self.body = nn.Sequential(*layers, nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x)
+        return y
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_with_a_budget_less_is_kept_and_nothing_is_sent_or_drawn_again(backend: str) -> None:
+    """Another rank, of another size, may recompute other values: what it sends has to be the same."""
+    image = torch.empty(2, 8, 32, 64)
+    options: dict[str, Any] = {"world_size": 2, "placements": [Shard(3)], "inner_backend": backend}
+    plans = [fxshard.plan(Drawing(), image, memory_budget=budget, **options) for budget in (1.0, 0.3, 0.01)]
+    kept = [plan.memory.saved_bytes for plan in plans]
+    assert kept[0] > kept[1] >= kept[2]
+    (sent, sent_back), *others = [not_to_be_repeated(plan) for plan in plans]
+    assert sent
+    assert sent_back
+    assert others == [(sent, sent_back)] * 2
+
+
+def not_to_be_repeated(plan: fxshard.Plan) -> tuple[list[str], list[str]]:
+    """Return the operators of the forward and of the backward that communicate or draw."""
+    graphs = step_graphs(plan.planned.meta[KEY], plan.local, plan.config)
+    assert graphs.backward is not None
+    forward, backward = (
+        sorted(str(n.target) for n in graph.graph.nodes if getattr(n.target, "namespace", "") in NOT_REPEATED)
+        for graph in (graphs.forward, graphs.backward)
+    )
+    return forward, backward
 
 
 def test_the_peak_is_where_most_is_alive() -> None:
