@@ -16,7 +16,7 @@ from torch import fx
 
 from fxshard._torch import FakeTensor, WeakTensorKeyDictionary, default_group_timeout
 from fxshard.errors import RankMismatchError
-from fxshard.meeting import GRACE_S, Meeting, digest
+from fxshard.meeting import GRACE_S, Meeting, digest, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,11 +44,14 @@ WORDS_AT_A_TIME = 2**20
 FOLLOWS = (
     (
         ("option ", "input shapes", "input types", "need a gradient"),
-        ("captured graph", "memory formats", "input values", "sequence of collectives"),
+        ("captured graph", "memory formats", "input values", "sequence of collectives", "number of the graph"),
     ),
     (
         ("captured graph",),
-        ("parameter and buffer values", "memory formats", "sequence of collectives", "generator state"),
+        (
+            *("parameter and buffer values", "memory formats", "sequence of collectives"),
+            *("generator state", "number of the graph"),
+        ),
     ),
 )
 """Beginnings of the names of what is compared, and what differs because that does."""
@@ -66,6 +69,8 @@ REMEDIES = {
     ): "torch.manual_seed(...) before the model is made, or load_state_dict, on each rank",
     ("memory formats",): "model.to(memory_format=...) on every rank or on none",
     ("generator state",): "torch.manual_seed(...) on every rank, and no draws of the default generator on some of them",
+    ("number of the graph", "parameters"): "call models, and their pieces, in one order on every rank, and replace "
+    "parameters on all of them",
     ("torch",): "install one version of torch on every rank",
 }
 """What to do, by the beginnings of the names of what differs."""
@@ -107,20 +112,30 @@ def values_digest(tensors: Sequence[object]) -> str:
     )
 
 
-def were_compared(tensors: Sequence[object]) -> bool:
-    """Return whether the values of all these tensors, and of at least one, were compared.
+def known_as(mesh: DeviceMesh | None, tensors: Sequence[object]) -> str:
+    """Return a hash that tells tensors, whose values were compared on the ranks of a mesh, from others that were.
 
-    That is done once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
+    Values are compared once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
+
+    Returns:
+        Nothing where some were not compared, or there are none.
     """
-    real = [t for t in tensors if isinstance(t, torch.Tensor)]
-    return bool(real) and all(t in _compared for t in real)
+    ranks = ranks_of(mesh)
+    names = [_compared.get(t, {}).get(ranks) for t in tensors if isinstance(t, torch.Tensor)]
+    return digest(names) if names and all(names) else ""
 
 
-def remember_compared(tensors: Iterable[object]) -> None:
-    """Remember that all ranks were found to hold the same values of these tensors."""
-    for tensor in tensors:
+def remember_compared(mesh: DeviceMesh | None, tensors: Iterable[object], when: str) -> None:
+    """Remember that all ranks of a mesh were found to hold the same values of these tensors.
+
+    Args:
+        mesh: Whose ranks.
+        tensors: In the same order on all of them.
+        when: The same on all of them, and another each time.
+    """
+    for place, tensor in enumerate(tensors):
         if isinstance(tensor, torch.Tensor):
-            _compared[tensor] = True
+            _compared.setdefault(tensor, {}).setdefault(ranks_of(mesh), f"{when}, {place}")
 
 
 def graph_digest(graph: fx.GraphModule) -> str:
@@ -153,7 +168,7 @@ def _geometry(collective: fx.Node) -> list[object]:
     return [a for schema, a in named if isinstance(a, (list, str, float)) or schema.name in DIMENSIONS]
 
 
-def agree(mesh: DeviceMesh, words: dict[str, str], spent_s: float = 0.0) -> None:
+def agree(mesh: DeviceMesh, words: dict[str, str], spent_s: float = 0.0) -> int:
     """Compare on all ranks of ``mesh`` what each is about to compile.
 
     Args:
@@ -161,10 +176,28 @@ def agree(mesh: DeviceMesh, words: dict[str, str], spent_s: float = 0.0) -> None
         words: What has to be equal: a name and a value for each thing.
         spent_s: Seconds that this rank needed to get here since it began to compile.
 
+    Returns:
+        A number of this comparison: the same on all ranks, and another each time.
+
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
-    check_same(_said(Meeting(mesh, words), TIMEOUT_S + 2 * spent_s, NOT_COMPILED))
+    meeting = Meeting(mesh, words)
+    check_same(_said(meeting, TIMEOUT_S + 2 * spent_s, NOT_COMPILED))
+    return meeting.number
+
+
+def agree_that_all_compiled(mesh: DeviceMesh) -> int:
+    """Wait until all ranks of ``mesh`` have compiled what they agreed on, and return a number that is the graph's own.
+
+    A rank whose inner compiler failed has to compile again, and the others with it.
+
+    Raises:
+        RankMismatchError: A rank failed, or did not come.
+    """
+    meeting = Meeting(mesh, {WORK: "a graph that was compiled"})
+    check_same(_said(meeting, patience_s(), NOT_CALLED))
+    return meeting.number
 
 
 def agree_to_run(mesh: DeviceMesh, words: dict[str, str], values: dict[str, str]) -> str:
@@ -212,7 +245,7 @@ def patience_s() -> float:
     return DEFAULT_PATIENCE_S if timeout is None else timeout.total_seconds()
 
 
-def announce_failure(mesh: DeviceMesh | None, message: str, error: Exception) -> None:
+def announce_failure(mesh: DeviceMesh | None, message: str, error: BaseException) -> None:
     """Tell ranks that wait for this one, to compile or to run, that it failed before it came so far.
 
     This takes the place of the comparison that they wait for: the next one is another.  So an error is told once,
@@ -229,9 +262,16 @@ def announce_failure(mesh: DeviceMesh | None, message: str, error: Exception) ->
         return
     setattr(error, _TOLD, True)
     try:
-        Meeting(mesh, {FAILED: message}).leave()
+        meeting = Meeting(mesh, {FAILED: message})
+        meeting.leave(meeting.words)
     except RuntimeError as lost:  # the store went with the rank that holds it; the caller raises what happened first
         log.warning("the other ranks could not be told of %r: %s", message, lost)
+
+
+def forget_told(error: BaseException | None) -> None:
+    """Forget that the other ranks know of an error, as it leaves fxshard: one object may be raised twice."""
+    if hasattr(error, _TOLD):
+        delattr(error, _TOLD)
 
 
 def failures_of_others(mesh: DeviceMesh, message: str) -> str:
@@ -245,7 +285,7 @@ def failures_of_others(mesh: DeviceMesh, message: str) -> str:
     """
     meeting = Meeting(mesh, {FAILED: message})
     try:
-        meeting.leave()
+        meeting.leave(meeting.words)
         said = meeting.told(meeting.words, GRACE_S)
     except RuntimeError as error:
         return f"the rank that keeps the store of the process group ended: {error}"
@@ -266,6 +306,8 @@ def _said(meeting: Meeting, timeout_s: float, absent: str, values: Collection[st
     Raises:
         RankMismatchError: A rank did not come in time, and those that did agree.
     """
+    if dist.get_backend() == "fake":  # nobody else is there
+        return []
     absent = absent.format(f"{timeout_s:.0f}")
     try:
         said = meeting.differing(timeout_s)
@@ -280,9 +322,8 @@ def _said(meeting: Meeting, timeout_s: float, absent: str, values: Collection[st
     if _ends_in_error(said, values):
         return said
     if silent:
-        meeting.words[LEFT] = "before all came"
         with suppress(RuntimeError):  # the store may be what went
-            meeting.leave()
+            meeting.leave({**meeting.words, LEFT: "before all came"})
         msg = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} of the mesh {absent}"
         raise RankMismatchError(msg)
     if any(LEFT in words for words in said) or said.count(meeting.words) == len(said):

@@ -68,9 +68,10 @@ def transform(  # noqa: PLR0913  options, by keyword
     **What is compared.**  Ranks that do not run the same would wait for one another for ever, so they compare what
     they are about to do.  When a graph is compiled: options, input shapes, captured graph, sequence of collectives,
     memory formats, torch version and, where the graph draws, the generator's state; at the first compilation also the
-    values of parameters, buffers and inputs.  At each call: the first four, by a few small requests to the process
+    values of parameters, buffers and inputs.  At each call: which graph it is, by a few small requests to the process
     group's store.  Values are compared again where ``check_every`` asks for it, and of parameters that replaced others;
-    inputs also at the second, fourth, eighth ... call of a graph, where a difference is a warning in the log.
+    inputs also at the second, fourth, eighth ... call of a graph, where a difference is a warning in the log.  After an
+    error that every rank caught, the next call compiles again what could not be compiled.
 
     **What it costs.**  A message to each neighbour at each layer with a halo, forward and backward; a few
     numbers of each batch norm; an all-reduce of the parameters' gradients, in buckets; and whatever the plan gathers.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, InternalError, PlanError, RankMismatchError, again, shortened
 from fxshard.functions import watch
 from fxshard.graph_breaks import report_cost
-from fxshard.guard import Guard, guarded
+from fxshard.guard import NUMBER, Guard, guarded
 from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
 from fxshard.mesh import default_mesh, news_level, summing_groups
 from fxshard.near_names import near
@@ -113,8 +114,12 @@ def fxshard(
     if wrong:
         like = "".join(dict.fromkeys(near(name, OPTIONS) for name in wrong))
         msg = f"unknown options {wrong}{like}; backend='fxshard' takes options with {', '.join(OPTIONS)}"
-        return _failing(PlanError(msg), given)
+        return _compiled(functools.partial(_refuse, PlanError(msg)), example_inputs, given)
     return compile_graph(gm, example_inputs, given)
+
+
+def _refuse(failure: FxShardError, _: Sequence[Any]) -> Callable[..., Any]:
+    raise again(failure)
 
 
 def compile_graph(
@@ -131,25 +136,39 @@ def compile_graph(
     Returns:
         As :func:`fxshard`.
     """
-    try:
-        return _compile(gm, example_inputs, options, model)
-    except FxShardError as error:
-        return _failing(error, options)
+    return _compiled(functools.partial(_compile, gm, options=options, model=model), example_inputs, options)
 
 
-def _failing(failure: FxShardError, options: dict[str, Any]) -> Callable[..., Any]:
-    """Return what raises ``failure`` when it is called, each time, and tells the other ranks, which run or compile."""
-    met = isinstance(failure, RankMismatchError)  # which is how they know, the first time
+def _compiled(
+    compiler: Callable[[Sequence[Any]], Callable[..., Any]], example_inputs: Sequence[Any], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """Return what ``compiler`` makes of the inputs; where it fails, what raises that, and tries again at later calls.
 
-    def fail(*_: Any) -> Any:
-        nonlocal met
-        error = shortened(again(failure))
-        if not met:
-            agreement.announce_failure(mesh_of(options), str(error), error)
-        met = False
-        raise error
+    Dynamo keeps what it is given, and what failed on one rank has failed on all, perhaps for no fault of the graph.
+    """
+    failures: list[FxShardError] = []
 
-    return fail
+    def compiled(inputs: Sequence[Any]) -> Callable[..., Any] | None:
+        try:
+            return compiler(inputs)
+        except FxShardError as error:
+            failures.append(error)
+            return None
+
+    made = compiled(example_inputs)
+
+    def run(*inputs: Any) -> Any:
+        nonlocal made
+        if made is None and not failures:
+            made = compiled(inputs)
+        if made is None:
+            failure = failures.pop()
+            if not isinstance(failure, RankMismatchError):  # else all ranks know
+                agreement.announce_failure(mesh_of(options), str(failure), failure)
+            raise shortened(failure)
+        return made(*inputs)
+
+    return made or run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +193,7 @@ class _Prepared:
 
 
 def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any], model: str
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any], model: str
 ) -> Callable[..., Any]:
     check_choices(options)
     mesh = options.get("mesh")
@@ -186,9 +205,10 @@ def _compile(
     source = copied(gm) if on_first_call else gm  # passes write to it
     started = time.monotonic()
     made = _prepared(gm, example_inputs, mesh, options, piece=not model)
-    agreement.agree(mesh, {agreement.WORK: "a graph to compile", **made.description}, time.monotonic() - started)
-    is_state = made.graph.meta[KEY].is_state
-    agreement.remember_compared(v for v, state in zip(example_inputs, is_state, strict=True) if state)
+    words = {agreement.WORK: "a graph to compile", **made.description}
+    comparison = agreement.agree(mesh, words, time.monotonic() - started)
+    state = itertools.compress(example_inputs, made.graph.meta[KEY].is_state)
+    agreement.remember_compared(mesh, state, f"comparison {comparison}")
     artifacts.leave(made.graph, made.local, made.config)
     for observe in on_compiled:
         observe(made.graph, made.local, made.config)
@@ -200,9 +220,11 @@ def _compile(
     used |= {name for m in program.modules() if isinstance(m, SumGradients) for name in m.bucket.groups}
     hand_on(gm, program)
     lowered = lower(program, examples, config=made.config)
+    number = agreement.agree_that_all_compiled(mesh)
     run = with_local_io(lowered, list(made.parts), mesh, made.local.meta[OUTPUTS])
     compiled = Compiled(source, made.graph, made.local, made.config, run)
-    run = _guarded(run, mesh, compiled, made.description, frozenset(used))
+    words = {name: made.description[name] for name in RUNS} | {NUMBER: str(number)}
+    run = _guarded(run, mesh, compiled, words, frozenset(used))
     said = Compilation(model or piece_name(gm), compilation_number(gm), made.graph, time.monotonic() - started)
     _say(said, gm, made, news_level(mesh))
     return _watched(dataclasses.replace(compiled, run=run)) if on_first_call else run
@@ -240,7 +262,7 @@ def _prepare(
     wholes = [whole_example(parts[i], mode) if i in parts else v for i, v in enumerate(example_inputs)]
     graph, config = planned(gm, wholes, config=config, device=options_device(options))
     local = localized(graph, config=config)
-    return _Prepared(graph, local, config, parts, mode, describe_graph(graph, local, wholes, config))
+    return _Prepared(graph, local, config, parts, mode, describe_graph(graph, local, wholes, config, mesh))
 
 
 def check_devices(gm: fx.GraphModule, example_inputs: Sequence[Any], mesh: DeviceMesh) -> None:
@@ -294,7 +316,7 @@ def _guarded(
     run: Callable[..., Any],
     mesh: DeviceMesh,
     compiled: Compiled,
-    description: dict[str, str],
+    words: dict[str, str],
     groups: frozenset[str],
 ) -> Callable[..., Any]:
     """Return ``run`` behind a comparison of the ranks, where it has collectives in which they could wait for ever."""
@@ -305,7 +327,6 @@ def _guarded(
     names = {i: f"parameter or buffer {input_name(n)}" for i, n in enumerate(inputs) if captured.is_state[i]}
     parts = {number for number, _ in compiled.config.parts}
     given = {i: f"input {input_name(n) or n.name}" for i, n in enumerate(inputs) if i not in {*names, *parts}}
-    words = {name: description[name] for name in RUNS}
     every, draws = compiled.config.check_every, has_random(compiled.planned)
     return guarded(
         run, Guard(mesh, words, names, given, check_every=every, draws=draws, local=compiled.local, groups=groups)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import fx
+    from torch.distributed.device_mesh import DeviceMesh
 
 OPTIONS = {field.name: f"option {field.name}" for field in dataclasses.fields(Config) if field.name != "rank"}
 """What the fields of the configuration are called; whose graph it is differs."""
@@ -33,7 +34,7 @@ MOST_NAMES = 8
 
 
 def describe_graph(
-    graph: fx.GraphModule, local: fx.GraphModule, example_inputs: Sequence[Any], config: Config
+    graph: fx.GraphModule, local: fx.GraphModule, example_inputs: Sequence[Any], config: Config, mesh: DeviceMesh
 ) -> dict[str, str]:
     """Return what has to be equal on all ranks, a name and a value for each thing.
 
@@ -42,20 +43,21 @@ def describe_graph(
         local: This rank's.
         example_inputs: Of the global graph.
         config: What was asked for.
+        mesh: Whose ranks are compared.
     """
     captured: Captured = graph.meta[KEY]
     given = [v for v, state in zip(example_inputs, captured.is_state, strict=True) if not state]
     state = [v for v, is_state in zip(example_inputs, captured.is_state, strict=True) if is_state]
-    compared = agreement.were_compared(state)
+    known = agreement.known_as(mesh, state)
     return {
         **{name: str(getattr(config, field)) for field, name in OPTIONS.items()},
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
         "input types": ", ".join(map(_type, given)),
         "need a gradient": _with_gradient(graph, captured, example_inputs),
         "captured graph": agreement.graph_digest(graph),
-        "parameter and buffer values": "compared before" if compared else agreement.values_digest(state),
+        "parameter and buffer values": f"compared before, as {known}" if known else agreement.values_digest(state),
         "memory formats": digest(_memory_orders(captured, example_inputs, config)),
-        "input values": "not compared again" if compared else agreement.values_digest(given),
+        "input values": "not compared again" if known else agreement.values_digest(given),
         "sequence of collectives": agreement.collectives_digest(local),
         "generator state": generator_digest() if has_random(graph) else "not used",
         "torch": torch.__version__,

@@ -15,6 +15,7 @@ import ast
 import logging
 import os
 import re
+import sys
 import traceback
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,6 +36,7 @@ from fxshard._torch import (
     get_torch_obj_rule_map,
     whole_graphs,
 )
+from fxshard.agreement import forget_told
 from fxshard.batch_norms import cumulative_averages
 from fxshard.errors import CaptureError, FxShardError, RankMismatchError
 from fxshard.functions import too_many_graphs
@@ -73,13 +75,13 @@ REMEDY = (
     "Change the line (torch.where in place of a branch on a value), keep it out of the module that is transformed, or "
     'use torch.compile(model, backend="fxshard"), which takes the pieces one by one. TORCHDYNAMO_VERBOSE=1 says more'
 )
-Announce: TypeAlias = "Callable[[str, Exception], None]"
+Announce: TypeAlias = "Callable[[str, BaseException], None]"
 """Tells the other ranks, in words, of an error."""
 _CAPTURE = _Capture()
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
-def _to_nobody(message: str, error: Exception) -> None:
+def _to_nobody(message: str, error: BaseException) -> None:
     pass
 
 
@@ -229,9 +231,11 @@ def own_errors(net: torch.nn.Module, announce: Announce = _to_nobody) -> Iterato
         msg = f"{type(net).__name__} does not run on these inputs: {_reason(error)}{_users_line(error)}"
         announce(msg, error)
         raise CaptureError(msg) from error
-    except Exception as error:
+    except BaseException as error:
         announce(f"{type(error).__name__}: {error}", error)
         raise
+    finally:
+        forget_told(sys.exc_info()[1])  # it may be raised again, by another call
 
 
 def _refusal(error: Unsupported | UserError | InternalTorchDynamoError) -> str:

@@ -1,10 +1,10 @@
 """What stands before every call of a compiled graph that has collectives: do all ranks run the same, and hold the same?
 
-What they run is compared at each call, in a few words.  What they hold is compared each ``check_every`` calls, bit
-for bit: ranks that a fault, or a kernel that adds in no fixed order, has moved apart train models that look alike.  It
-is compared, too, where a parameter is a new one, of a layer that was replaced.
+What they run, and which parameters, is compared at each call, in a few words.  What they hold is compared each
+``check_every`` calls, bit for bit: ranks that a fault, or a kernel that adds in no fixed order, has moved apart train
+models that look alike.  It is compared, too, where a parameter is a new one, of a layer that was replaced.
 
-What comes in is compared when a graph is compiled, at those calls, and, as a warning, at some others that become ever
+What comes in is compared when the parameters are, at those calls, and, as a warning, at some others that become ever
 rarer: where a loader gives each rank other batches from some step on, the ranks train something, and nothing fails.
 """
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("fxshard")
+NUMBER = "number of the graph"
 NOT_ONE_BATCH = (
     "warning of fxshard: the ranks were given different inputs, at call %d, and this is looked at only now and then: "
     "results mix the batches.\n%s\ncheck_every=1 makes it an error at the first call that differs"
@@ -50,7 +51,7 @@ class Teller:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh, self._watchdog = mesh, watchdog(mesh)
 
-    def __call__(self, error: Exception) -> None:
+    def __call__(self, error: BaseException) -> None:
         """Tell of an error.
 
         Raises:
@@ -95,7 +96,7 @@ class Guard:
         groups: Iterable[str],
     ) -> None:
         self.mesh = mesh
-        self.words = {agreement.WORK: "a compiled graph to run", "parameters and buffers": "as before", **words}
+        self.words = {agreement.WORK: "a compiled graph to run", **words}
         self.state = state
         self.given = given
         self.check_every = check_every
@@ -106,6 +107,7 @@ class Guard:
         on_failure.update(dict.fromkeys(groups, self.tell))
         self._local = may_run(local)
         self._held: list[weakref.ref[torch.nn.Parameter]] = []
+        self._known = ""
 
     def check(self, inputs: tuple[Any, ...]) -> None:
         """Compare the ranks.
@@ -113,22 +115,24 @@ class Guard:
         Raises:
             RankMismatchError: A rank differs, failed, or did not come.
         """
-        self.calls += 1
+        call = self.calls + 1  # counted where all ranks come: one that failed before does not come here
         parameters = [x for number in self.state if isinstance(x := inputs[number], torch.nn.Parameter)]
-        replaced = self.calls > 1 and self._are_others(parameters) and not agreement.were_compared(parameters)
-        words = {**self.words, "parameters and buffers": "replaced"} if replaced else dict(self.words)
-        due = bool(self.check_every) and self.calls % self.check_every == 0
-        if due or replaced:
+        self._look_at(parameters)
+        is_new = bool(parameters) and not self._known
+        due = bool(self.check_every) and call % self.check_every == 0
+        words = {**self.words, "parameters": self._known or "not compared", "values": "compared" if due else ""}
+        if due or is_new:
             words |= self._state_digests(inputs)
-        values = self._digests(inputs, self.given) if due or _is_power_of_two(self.calls) else {}
+        values = self._digests(inputs, self.given) if due or _is_power_of_two(call) else {}
         if due:
             words, values = {**words, **values}, {}
         differing = agreement.agree_to_run(self.mesh, words, values)
-        if replaced:
-            agreement.remember_compared(parameters)
-        self._held = [weakref.ref(parameter) for parameter in parameters]
+        self.calls = call
+        if is_new:
+            agreement.remember_compared(self.mesh, parameters, f"{self.words[NUMBER]}, call {call}")
+            self._held = []
         if differing:
-            log.log(news_level(self.mesh), NOT_ONE_BATCH, self.calls, differing)
+            log.log(news_level(self.mesh), NOT_ONE_BATCH, call, differing)
 
     def watch_backward(self, outputs: Sequence[Any]) -> None:
         """Tell the other ranks of what the backward raises, too.
@@ -139,10 +143,12 @@ class Guard:
         if not self._backward_is_watched:
             self._backward_is_watched = watch_backward(outputs, self.tell)
 
-    def _are_others(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Return whether these are not the parameters of the last call."""
-        same = [held() is parameter for held, parameter in zip(self._held, parameters, strict=False)]
-        return len(same) == len(parameters) and not all(same)
+    def _look_at(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """See what the parameters are known as, if they are not those of the last call."""
+        held = [parameter() for parameter in self._held]
+        if len(held) != len(parameters) or any(a is not b for a, b in zip(held, parameters, strict=True)):
+            self._known = agreement.known_as(self.mesh, parameters)
+            self._held = [weakref.ref(parameter) for parameter in parameters]
 
     def _state_digests(self, inputs: tuple[Any, ...]) -> dict[str, str]:
         """Return a hash of each parameter and buffer, and of the generators' states."""
@@ -178,7 +184,7 @@ def guarded(run: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
         guard.check(inputs)
         try:
             outputs = run(*inputs)
-        except Exception as error:
+        except BaseException as error:
             guard.tell(error)
             raise
         guard.watch_backward(outputs)

@@ -37,6 +37,8 @@ SAME, DIFFERENT = "same", "different"
 """What is written on a gate."""
 _numbers: defaultdict[tuple[int, ...], int] = defaultdict(int)
 """How many meetings the ranks of a mesh had."""
+_first_kept: defaultdict[tuple[int, ...], int] = defaultdict(int)
+"""The number of the first meeting whose keys may still be in the store."""
 _told: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
 """The numbers of the meetings from which words of this rank may still be in the store."""
 
@@ -60,7 +62,8 @@ class Meeting:
     0, 1, ...  the words of each rank of the mesh, where not
     =========  ===================================================
 
-    Who comes to a meeting is done with the one before; the first to come to the second after it takes away its keys.
+    Where all came, all are done with the meetings before: the last to come takes away their keys, and each rank its
+    words.  A rank may leave several meetings before another comes to the first of them.
 
     Args:
         mesh: The spatial mesh; None for all ranks of the default process group.
@@ -68,10 +71,11 @@ class Meeting:
     """
 
     def __init__(self, mesh: DeviceMesh | None, words: dict[str, str]) -> None:
-        self.words = dict(words)
-        self._ranks = tuple(range(dist.get_world_size())) if mesh is None else _ranks(mesh)
+        self.words = words
+        self._ranks = ranks_of(mesh)
         self._place, self._store = self._ranks.index(dist.get_rank()), _get_default_store()
-        self._number = _numbers[self._ranks]
+        self.number = _numbers[self._ranks]
+        """Which meeting of these ranks it is: the same on all of them."""
         _numbers[self._ranks] += 1
 
     def differing(self, timeout_s: float) -> list[dict[str, str]] | None:
@@ -86,14 +90,15 @@ class Meeting:
         mine = digest(sorted(self.words.items()))
         first, gate = self._store.compare_set(self._key("first"), "", mine).decode(), self._key("gate")
         came = self._store.add(self._key("count"), 1) if first == mine else 0
-        if came == len(self._ranks):
+        is_last = came == len(self._ranks)
+        if is_last:
             self._store.set(gate, SAME)
-            return None
-        if came == 1:
-            self._take_away("first", "count", "gate")
-        if came == 0 or not self._wait_and_say(gate, timeout_s):
+        elif came == 0 or not self._wait_and_say(gate, timeout_s):
             self._give_up()
-        return None if self._store.get(gate).decode() == SAME else self.told(self.words, GRACE_S)
+        if not is_last and self._store.get(gate).decode() != SAME:
+            return self.told(self.words, GRACE_S)
+        self._take_away(is_last=is_last)
+        return None
 
     def told(self, words: dict[str, str], timeout_s: float) -> list[dict[str, str]]:
         """Tell ``words``; return those of each rank, in the mesh's order, empty where it told none in time.
@@ -111,14 +116,17 @@ class Meeting:
             return [json.loads(answer) for answer in self._store.multi_get(keys)]
         return [json.loads(self._store.get(key)) if self._store.check([key]) else {} for key in keys]
 
-    def leave(self) -> None:
-        """Tell the words to those that come, and wait for nobody.
+    def leave(self, words: dict[str, str]) -> None:
+        """Tell words to those that come, and wait for nobody.
+
+        Args:
+            words: What this rank tells.
 
         Raises:
             RuntimeError: The rank that holds the store is gone.
         """
         self._store.set(self._key("gate"), DIFFERENT)
-        self._tell(self.words)
+        self._tell(words)
 
     def _wait_and_say(self, gate: str, timeout_s: float) -> bool:
         """Wait for a gate, and say so where it takes long; return whether it is open."""
@@ -138,18 +146,21 @@ class Meeting:
             self._store.set(self._key("gate"), DIFFERENT)
 
     def _tell(self, words: dict[str, str]) -> None:
-        told = _told[self._ranks]
-        while told and told[0] < self._number - 1:
-            self._store.delete_key(self._key(self._place, told.pop(0)))
-        told.append(self._number)
+        _told[self._ranks].append(self.number)
         self._store.set(self._key(self._place), json.dumps(words))
 
-    def _take_away(self, *names: str) -> None:
-        for name in names:
-            self._store.delete_key(self._key(name, self._number - 2))
+    def _take_away(self, *, is_last: bool) -> None:
+        """Take away this rank's words of earlier meetings, and as the last that came what all share of them."""
+        told = _told[self._ranks]
+        while told and told[0] < self.number:
+            self._store.delete_key(self._key(self._place, told.pop(0)))
+        for number in range(_first_kept[self._ranks], self.number if is_last else 0):
+            for name in ("first", "count", "gate"):
+                self._store.delete_key(self._key(name, number))
+        _first_kept[self._ranks] = self.number
 
     def _key(self, name: str | int, number: int | None = None) -> str:
-        return f"fxshard/{_hash_of(self._ranks)}/{self._number if number is None else number}/{name}"
+        return f"fxshard/{_hash_of(self._ranks)}/{self.number if number is None else number}/{name}"
 
     def _wait(self, keys: list[str], timeout_s: float) -> bool:
         """Wait for keys; return whether they are there.
@@ -167,6 +178,11 @@ class Meeting:
 @functools.lru_cache(maxsize=64)
 def _hash_of(ranks: tuple[int, ...]) -> str:
     return digest(ranks)
+
+
+def ranks_of(mesh: DeviceMesh | None) -> tuple[int, ...]:
+    """Return the ranks of a mesh, in its order; of the default process group for None."""
+    return tuple(range(dist.get_world_size())) if mesh is None else _ranks(mesh)
 
 
 @functools.lru_cache(maxsize=64)

@@ -33,7 +33,6 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
-from fxshard import agreement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,8 +130,6 @@ def start(alone: int | None) -> None:
     """Start the process group: torchrun's, or one that communicates nothing."""
     if alone:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=alone)
-        agreement.agree = lambda *_: None  # there is nobody to agree with
-        agreement.agree_to_run = lambda *_: ""
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl")
     torch.cuda.set_device(dist.get_rank())

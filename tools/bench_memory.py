@@ -34,7 +34,6 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
-from fxshard import agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -185,8 +184,6 @@ def start(alone: int | None) -> None:
     """Start the process group: torchrun's, or one that communicates nothing, as the rank that a plan is for."""
     if alone:
         dist.init_process_group("fake", store=FakeStore(), rank=alone // 2, world_size=alone)
-        agreement.agree = lambda *_: None  # there is nobody to agree with
-        agreement.agree_to_run = lambda *_: ""
         torch.cuda.set_device(0)
     else:
         dist.init_process_group("cpu:gloo,cuda:nccl")

@@ -144,7 +144,7 @@ def dead_draws_kept() -> AbstractContextManager[None]:
     return patched
 
 
-def watch_backward(outputs: Sequence[Any], failed: Callable[[Exception], None]) -> bool:
+def watch_backward(outputs: Sequence[Any], failed: Callable[[BaseException], None]) -> bool:
     """Let a backward that AOTAutograd compiled tell of what it raises, which no code around the forward sees.
 
     Its ``autograd.Function`` calls ``_backward_impl`` of the class; one of the outputs leads to it.
@@ -166,11 +166,11 @@ def watch_backward(outputs: Sequence[Any], failed: Callable[[Exception], None]) 
     return False
 
 
-def _telling(run: Callable[..., Any], failed: Callable[[Exception], None]) -> Callable[..., Any]:
+def _telling(run: Callable[..., Any], failed: Callable[[BaseException], None]) -> Callable[..., Any]:
     def told(*args: Any) -> Any:
         try:
             return run(*args)
-        except Exception as error:
+        except BaseException as error:
             failed(error)
             raise
 

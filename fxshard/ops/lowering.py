@@ -35,7 +35,7 @@ Lowering: TypeAlias = "Callable[..., torch.Tensor]"
 
 LOWERINGS: dict[OpOverload, Lowering] = {}
 """What each operator is made of; an entry serves as a decomposition."""
-on_failure: dict[str, Callable[[Exception], None]] = {}
+on_failure: dict[str, Callable[[BaseException], None]] = {}
 """By the names of process groups: called with what an operator raised in one; what it raises comes in its place."""
 
 
@@ -78,12 +78,12 @@ def failures_told(group: str) -> Iterator[None]:
     """Tell :data:`on_failure` of what is raised in a group's communication, where no code around the graph sees it."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         on_failure.get(group, _nothing)(error)
         raise
 
 
-def _nothing(_: Exception) -> None:
+def _nothing(_: BaseException) -> None:
     pass
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fxshard
-from fxshard import agreement, artifacts
+from fxshard import artifacts
 from tests.rank_graphs import graphs
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ def compile_one() -> None:
     """Compile one graph, as the first of two ranks of which there is no other (in a process of its own)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    agreement.agree = lambda *_: None  # there is nobody to agree with
-    agreement.agree_to_run = lambda *_: ""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     net = fxshard.transform(nn.Conv2d(3, 4, 3, padding=1), mesh=mesh, placements=[Shard(3)], inner_backend="eager")

@@ -29,6 +29,7 @@ class Ranks:
     def __init__(self, store: dist.Store) -> None:
         self.store, self.local = store, threading.local()
         self.numbers: list[dict[tuple[int, ...], int]] = [{tuple(range(RANKS)): 0} for _ in range(RANKS)]
+        self.first_kept: list[dict[tuple[int, ...], int]] = [{tuple(range(RANKS)): 0} for _ in range(RANKS)]
         self.told: list[dict[tuple[int, ...], list[int]]] = [{tuple(range(RANKS)): []} for _ in range(RANKS)]
 
     def meet(self, *comes: Callable[[], Any]) -> list[Any]:
@@ -67,6 +68,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)
     monkeypatch.setattr(meeting, "_numbers", PerRank(found, "numbers"))
     monkeypatch.setattr(meeting, "_told", PerRank(found, "told"))
+    monkeypatch.setattr(meeting, "_first_kept", PerRank(found, "first_kept"))
     monkeypatch.setattr(meeting, "GRACE_S", 1.0)
     return found
 
@@ -98,10 +100,36 @@ def test_who_leaves_is_heard_before_and_after(ranks: Ranks) -> None:
 
     def leave() -> None:
         time.sleep(0.1)
-        Meeting(None, failed).leave()
+        Meeting(None, failed).leave(failed)
 
     found = ranks.meet(comes(A), leave, comes(A, 0.2))
     assert found == [[A, failed, A], None, [A, failed, A]]
+
+
+def test_who_is_late_hears_of_all_that_others_left_and_is_in_step_again(ranks: Ranks) -> None:
+    failed = {"failed": "no memory"}
+
+    def leave_twice() -> list[Words] | None:
+        for _ in range(2):
+            Meeting(None, failed).leave(failed)
+        return Meeting(None, A).differing(10.0)
+
+    def come_late() -> list[Words] | None:
+        time.sleep(0.3)
+        for _ in range(2):
+            assert failed in (Meeting(None, A).differing(0.5) or [])
+        return Meeting(None, A).differing(10.0)
+
+    assert ranks.meet(leave_twice, leave_twice, come_late) == [None] * RANKS
+
+
+def test_meetings_that_all_leave_are_taken_away_at_the_next_one(ranks: Ranks) -> None:
+    counts = []
+    for _ in range(4):
+        ranks.meet(*[lambda: Meeting(None, A).leave(A)] * RANKS)
+        assert ranks.meet(*[comes(A)] * RANKS) == [None] * RANKS
+        counts.append(ranks.store.num_keys())
+    assert counts[1] == counts[-1]
 
 
 def test_who_comes_too_late_goes_nowhere(ranks: Ranks) -> None:
