@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from fxshard._torch import graph_end
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from fxshard.passes.config import Config
 
 log = logging.getLogger("fxshard")
+SLOW = "compiling with Inductor, which takes minutes on CPUs; inner_backend='aot_eager' starts at once"
+_said: set[str] = set()
+"""What is said once in a process, and was."""
 FEW = 4
 """Compilations of one model that are no news."""
 MOST_WHOLE = 0.5
@@ -115,13 +118,9 @@ def announce_compiler(config: Config, device: str, level: int) -> None:
         device: The type of the mesh's devices.
         level: Of news.
     """
-    if config.inner_backend == "inductor" and device == "cpu":
-        _say_once(level)
-
-
-@cache
-def _say_once(level: int) -> None:
-    log.log(level, "compiling with Inductor, which takes minutes on CPUs; inner_backend='aot_eager' starts at once")
+    if config.inner_backend == "inductor" and device == "cpu" and SLOW not in _said:
+        _said.add(SLOW)
+        log.log(level, SLOW)
 
 
 def _given(planned: fx.GraphModule) -> list[fx.Node]:

@@ -8,7 +8,7 @@
     traffic    a wait for each exchange + bytes / bytes per second; gradients of parameters travel in buckets beside
                the backward, and count by their bytes
 
-A view costs nothing.  All times are integers, in nanoseconds.
+A view costs nothing, nor does what has as many elements as the data say.  All times are integers, in nanoseconds.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ import torch
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from fxshard._torch import is_composite
 from fxshard.layout import Shard
 from fxshard.ops.traffic import traffic
 from fxshard.report import Communication
-from fxshard.values import passes_gradient, plan_of
+from fxshard.values import depends_on_data, passes_gradient, plan_of
 
 if TYPE_CHECKING:
     from torch import fx
@@ -49,7 +50,7 @@ def compute_ns(node: fx.Node, device: Device, *, training: bool) -> int:
         training: Whether its backward runs, too.
     """
     values = [v for v in _values(node) if isinstance(v, torch.Tensor)]
-    if not isinstance(node.target, OpOverload) or not values or _is_view(node.target):
+    if not isinstance(node.target, OpOverload) or not values or _is_view(node.target) or depends_on_data(node):
         return 0
     seconds = flops(node) / device.flops(values[-1].dtype, depthwise=_is_depthwise(node))
     seconds = max(seconds, sum(v.numel() * v.element_size() for v in values) / device.bytes_per_s)
@@ -115,12 +116,11 @@ def flops(node: fx.Node) -> int:
     Args:
         node: Of a captured graph.
     """
-    if not isinstance(node.target, OpOverload) or node.target.namespace != "aten":
-        return 0
-    if torch.Tag.pointwise in node.target.tags:
+    op = node.target
+    if not isinstance(op, OpOverload) or not (is_composite(op) or op.overloadpacket in flop_registry):
         return 0
     kinds: Any = map_arg((node.args, node.kwargs), lambda n: _Kind.of(n.meta["val"]))  # its containers can be hashed
-    return _flops(node.target, *kinds)
+    return _flops(op, *kinds)
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,11 @@ class _Kind:
 @lru_cache(maxsize=4096)
 def _flops(op: OpOverload, args: Any, kwargs: Any) -> int:
     """Return the operations of a call; a network has few kinds of them, and a planner asks for each split."""
-    given = tree_map(lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, _Kind) else v, args)
+    given, named = tree_map(
+        lambda v: torch.empty(v.shape, dtype=v.dtype, device="meta") if isinstance(v, _Kind) else v, (args, kwargs)
+    )
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        op(*given, **kwargs)
+        op(*given, **named)
     return int(counter.get_total_flops())
 
 

@@ -13,7 +13,6 @@ What it counts is what real ranks send, to the byte: :mod:`fxshard.report` reads
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import time
@@ -33,17 +32,19 @@ from fxshard.drawing import Drawing
 from fxshard.dynamo import capturing, not_captured, traceable_call
 from fxshard.errors import FxShardError, PlanError, shortened
 from fxshard.estimates import estimates
-from fxshard.memory import Memory, predict_memory, size_text
+from fxshard.memory import Memory, predict_memory
+from fxshard.memory_limit import Limit, check_limit
 from fxshard.near_names import near_modules
 from fxshard.options import check_choices, mesh_shape_of, placements_of, split_dims_of
 from fxshard.passes import pipeline
 from fxshard.passes.config import Config
+from fxshard.passes.plan import image_inputs, split_dims
 from fxshard.plan_files import WITH_MEMORY, WRITERS
 from fxshard.plan_text import explained, place_of, size_or_dash, stages, summary
 from fxshard.program import program
 from fxshard.report import NodeReport, PlanReport, describe, describe_local
 from fxshard.step_time import waits_ns, work_ns
-from fxshard.values import depends_on_data
+from fxshard.values import depends_on_data, tensor_value
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -52,9 +53,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fxshard")
 
-GIB = 2**30
-MOST_RANKS = 4096
-"""How many are tried where a limit of memory is not kept."""
 STAGES = ("global", "local")
 """The graphs of a plan."""
 ENDINGS = (".txt", *WRITERS, ".py")
@@ -259,7 +257,7 @@ def plan(  # noqa: PLR0913  options, by keyword
 
     Raises:
         PlanError: The mesh, the placements or an option do not fit, no input has what is to be split, or no plan keeps
-            to the limit: then with the smallest number of ranks that does.
+            to the limit: then with the number of ranks, or the mesh, on which one does.
         CaptureError: The model does not run on these inputs, or cannot be captured whole; with the line.
 
     Example:
@@ -275,7 +273,7 @@ def plan(  # noqa: PLR0913  options, by keyword
     config = in_the_middle(Config(shape, dims, None, whole_modules=modules, **options))
     given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     found = None if device is None else device_named(device)
-    _check_limit(memory_limit_gib)
+    check_limit(memory_limit_gib)
     any_mesh = world_size is not None and dims is None
     try:
         with torch.set_grad_enabled(training):
@@ -285,8 +283,12 @@ def plan(  # noqa: PLR0913  options, by keyword
             if memory_limit_gib is None:
                 best = next(_plans(captured, config, found, any_mesh=any_mesh))
             else:
-                search = functools.partial(_plans, captured, device=found, any_mesh=any_mesh, every=True)
-                best = _within(search, config, memory_limit_gib)
+
+                def plans(mesh: tuple[int, ...]) -> Iterator[Plan]:
+                    asked = in_the_middle(dataclasses.replace(config, mesh_shape=mesh))
+                    return _plans(captured, asked, found, any_mesh=any_mesh, every=True)
+
+                best = Limit(memory_limit_gib, plans, _most_ranks(captured, config, any_mesh=any_mesh)).quickest(shape)
             times = captured_at - started, time.monotonic() - captured_at
             log.info("%s was captured in %.1f s and planned in %.1f s", type(model).__name__, *times)
             return best
@@ -308,82 +310,12 @@ def _plans(captured: fx.GraphModule, config: Config, device: Device | None, **tr
         yield Plan(report, choice.graph, choice.local, choice.config, device)
 
 
-def _check_limit(limit_gib: float | None) -> None:
-    """Check a memory limit.
-
-    Raises:
-        PlanError: It is no size.
-    """
-    number = isinstance(limit_gib, (int, float)) and not isinstance(limit_gib, bool)
-    if limit_gib is not None and not (number and limit_gib > 0):
-        msg = f"memory_limit_gib={limit_gib!r} is no size in GiB; give a number above 0, or None for no limit"
-        raise PlanError(msg)
-
-
-def _within(search: Callable[[Config], Iterator[Plan]], config: Config, limit_gib: float) -> Plan:
-    """Return the first plan that keeps to the limit.
-
-    Args:
-        search: Returns the plans for a configuration, the quickest first.
-        config: What is asked.
-        limit_gib: What a rank's peak may be.
-
-    Raises:
-        PlanError: None does; with the smallest number of ranks that does, found by planning for others.
-    """
-    tried = list(search(config))
-    for found in tried:
-        if found.memory.peak.bytes <= limit_gib * GIB:
-            return found
-    best = min(tried, key=lambda p: p.memory.peak.bytes)
-    ranks, memory = math.prod(best.config.mesh_shape), best.memory
-    fixed = memory.state_bytes + memory.gradient_bytes + memory.input_bytes
-    msg = f"{ranks} ranks need {size_text(memory.peak.bytes)} each, and the limit is {limit_gib:g} GiB: "
-    if fixed >= limit_gib * GIB:
-        whole = f"parameters, gradients and inputs are {size_text(fixed)} and whole on every rank"
-        raise PlanError(msg + f"{whole}; no number of ranks is enough: use FSDP beside it")
-    first_guess = math.ceil(ranks * (memory.peak.bytes - fixed) / (limit_gib * GIB - fixed))
-    shape = _smallest_mesh(search, config, limit_gib, first_guess)
-    smaller = "also smaller are bfloat16 and activation checkpoints"
-    if shape is None:
-        raise PlanError(msg + f"{MOST_RANKS} ranks need more, too; {smaller}")
-    mesh = f", on a mesh of {' x '.join(map(str, shape))}," if len(shape) > 1 else ""
-    raise PlanError(msg + f"{math.prod(shape)} ranks are needed{mesh} and fewer are not enough; {smaller}")
-
-
-def _smallest_mesh(
-    search: Callable[[Config], Iterator[Plan]], config: Config, limit_gib: float, first_guess: int
-) -> tuple[int, ...] | None:
-    """Return the smallest mesh that keeps to a limit that ``config``'s does not; None where that is too large.
-
-    The axis with the most ranks gets more of them, so many that it is enough, and then by halves as few as are.
-
-    Args:
-        search: As for :func:`_within`.
-        config: As for :func:`_within`.
-        limit_gib: As for :func:`_within`.
-        first_guess: How many ranks may be enough.
-    """
-    asked = config.mesh_shape
-    axis = asked.index(max(asked))
-    others = math.prod(asked) // asked[axis]
-
-    def mesh(ranks: int) -> tuple[int, ...]:
-        return (*asked[:axis], ranks, *asked[axis + 1 :])
-
-    def fits(ranks: int) -> bool:
-        plans = search(in_the_middle(dataclasses.replace(config, mesh_shape=mesh(ranks))))
-        return any(plan.memory.peak.bytes <= limit_gib * GIB for plan in plans)
-
-    too_few, enough = asked[axis], max(asked[axis] + 1, math.ceil(first_guess / others))
-    while not fits(enough):
-        if enough * others >= MOST_RANKS:
-            return None
-        too_few, enough = enough, min(2 * enough, max(enough + 1, MOST_RANKS // others))
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if fits(middle) else (middle, enough)
-    return mesh(enough)
+def _most_ranks(captured: fx.GraphModule, config: Config, *, any_mesh: bool) -> tuple[int, ...]:
+    """Return how many ranks can have something of their own on each mesh axis."""
+    image = max((tuple(tensor_value(n).shape) for n in image_inputs(captured)), key=math.prod, default=())
+    if any_mesh:
+        return (math.prod(image[2:]),)
+    return tuple(image[dim] if 0 <= dim < len(image) else 1 for dim in split_dims(captured, config))
 
 
 class _CapturedError(Exception):

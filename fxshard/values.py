@@ -1,6 +1,7 @@
 """What a graph node stands for: its fake value, and the plan that the planner wrote on it.
 
-One metadata key, ``node.meta["fxshard"]``, one frozen dataclass, two accessors.
+The plan is one metadata key, ``node.meta["fxshard"]``, one frozen dataclass, two accessors; under another a local node
+has the name of the planned one that it was made for.
 """
 
 from __future__ import annotations

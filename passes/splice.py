@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxshard._torch import make_fx, unfunctionalized
+from fxshard._torch import make_fx
 from fxshard.emitter import ORIGIN_KEYS, RECOMPUTE_KEYS
 from fxshard.errors import InternalError
 from fxshard.ops.detached import DetachKept
@@ -115,9 +115,9 @@ def _traced(call: OpCall, program: Any) -> fx.GraphModule:
             return program(*args, **kwargs)
 
     with torch.no_grad(), fakes[0].fake_mode:  # type: ignore[attr-defined]
-        traced = make_fx(unfunctionalized(run), tracing_mode="real")(*fakes)
+        traced = make_fx(torch.func.functionalize(run), tracing_mode="real")(*fakes)
         if any(_writes(n) for n in traced.graph.nodes):  # a composite that was taken apart below functionalization
-            traced = make_fx(unfunctionalized(traced), tracing_mode="real")(*fakes)
+            traced = make_fx(torch.func.functionalize(traced), tracing_mode="real")(*fakes)
     for node in traced.graph.find_nodes(op="call_function", target=torch.ops.fxshard.detached.default):
         node.target = torch.ops.aten.detach.default
     traced.graph.eliminate_dead_code()

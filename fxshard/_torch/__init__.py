@@ -59,7 +59,6 @@ from fxshard._torch.operators import (
     set_data,
     set_grad_enabled,
     trace_artifact,
-    unfunctionalized,
     unsynchronised_batch_norms,
 )
 
@@ -112,7 +111,6 @@ __all__ = [
     "static_shapes",
     "tag_activation_checkpoint",  # what Dynamo makes of torch.utils.checkpoint
     "trace_artifact",
-    "unfunctionalized",
     "unsynchronised_batch_norms",
     "watch_backward",
     "watch_functions",

@@ -40,11 +40,6 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
 
 
-def unfunctionalized(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` made functional, for tracing a decomposition below autograd."""
-    return torch.func.functionalize(function)
-
-
 @contextmanager
 def unsynchronised_batch_norms() -> Iterator[None]:
     """Run every ``SyncBatchNorm`` as the batch norm that it is on one device.

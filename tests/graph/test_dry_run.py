@@ -219,6 +219,27 @@ class Chosen(nn.Module):
         return y[y > 0].mean()
 
 
+class Counts(nn.Module):
+    """Operators whose sizes, or whose arguments by keyword, torch's counter of operations cannot be given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        values = y.detach().flatten()
+        histogram = torch.histogram(values, 4, weight=values)
+        return y[y > 0].sum() + histogram.hist.sum() + torch.argwhere(y > 0).sum()
+
+
+def test_what_has_no_operations_to_count_has_a_plan_for_a_device() -> None:
+    options: dict[str, Any] = {"world_size": 2, "placements": [Shard(3)], "inner_backend": "eager"}
+    found = fxshard.plan(Counts(), torch.randn(1, 3, 16, 16), device="h200", **options)
+    work, alone = found.step_s
+    assert 0 < work <= alone
+
+
 def test_a_size_that_only_the_data_tells_is_written_as_such(tmp_path: Path) -> None:
     found = fxshard.plan(Chosen(), torch.randn(1, 3, 8, 16), world_size=2, inner_backend="aot_eager")
     report = json.loads(found.save(tmp_path / "plan.json").read_text())

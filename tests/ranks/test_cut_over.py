@@ -151,7 +151,7 @@ def test_a_plan_keeps_to_a_limit_of_memory_or_says_what_would() -> None:
     needed = plan(model, image).memory.peak.bytes / 2**30
     assert plan(model, image, memory_limit_gib=1.01 * needed).memory.peak.bytes / 2**30 == needed
     limit = 0.7 * needed
-    with pytest.raises(PlanError, match=r"2 ranks need [0-9.]+ KiB each, .* \d ranks are needed and fewer") as refused:
+    with pytest.raises(PlanError, match=r"2 ranks need [0-9.]+ KiB each, .* \d ranks are needed, and fewer") as refused:
         plan(model, image, memory_limit_gib=limit)
     enough = int(re.search(r"(\d) ranks are needed", str(refused.value))[1])  # type: ignore[index]
     plan(model, image, world_size=enough, memory_limit_gib=limit)

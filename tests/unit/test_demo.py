@@ -12,7 +12,7 @@ import torch
 from rich.console import Console, RenderableType
 from torch import nn
 
-from fxshard import demo_arguments, demo_rank, model_inputs, verification
+from fxshard import demo_arguments, demo_rank
 from fxshard.compare import Difference, Mismatch, Worst
 from fxshard.demo import judge, make_settings
 from fxshard.demo_arguments import add_arguments
@@ -183,7 +183,6 @@ def test_what_happens_is_a_line_each_where_nothing_moves() -> None:
 def test_the_command_line_offers_what_there_is() -> None:
     assert tuple(demo_rank.SPLITS) == demo_arguments.SPLITS
     assert set(demo_arguments.DTYPES) == set(demo_rank.DTYPES)
-    assert set(model_inputs.FLOATING) == set(verification.DTYPES)
 
 
 @pytest.mark.parametrize("text", ["HW", "hxw", "WxH"])
