@@ -44,14 +44,11 @@ WORDS_AT_A_TIME = 2**20
 FOLLOWS = (
     (
         ("option ", "input shapes", "input types", "need a gradient"),
-        ("captured graph", "memory formats", "input values", "sequence of collectives", "number of the graph"),
+        ("captured graph", "memory formats", "input values", "sequence of collectives"),
     ),
     (
         ("captured graph",),
-        (
-            *("parameter and buffer values", "memory formats", "sequence of collectives"),
-            *("generator state", "number of the graph"),
-        ),
+        ("parameter and buffer values", "memory formats", "sequence of collectives", "generator state"),
     ),
 )
 """Beginnings of the names of what is compared, and what differs because that does."""
@@ -69,8 +66,8 @@ REMEDIES = {
     ): "torch.manual_seed(...) before the model is made, or load_state_dict, on each rank",
     ("memory formats",): "model.to(memory_format=...) on every rank or on none",
     ("generator state",): "torch.manual_seed(...) on every rank, and no draws of the default generator on some of them",
-    ("number of the graph", "parameters"): "call models, and their pieces, in one order on every rank, and replace "
-    "parameters on all of them",
+    ("which parameters",): "call models, and their pieces, in one order on every rank, and replace parameters on all",
+    ("check_every",): "pass inputs of one memory format on every rank",
     ("torch",): "install one version of torch on every rank",
 }
 """What to do, by the beginnings of the names of what differs."""
@@ -112,30 +109,32 @@ def values_digest(tensors: Sequence[object]) -> str:
     )
 
 
-def known_as(mesh: DeviceMesh | None, tensors: Sequence[object]) -> str:
-    """Return a hash that tells tensors, whose values were compared on the ranks of a mesh, from others that were.
+def were_compared(mesh: DeviceMesh | None, tensors: Iterable[object]) -> bool:
+    """Return whether the values of all these tensors were compared on the ranks of a mesh.
 
-    Values are compared once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
-
-    Returns:
-        Nothing where some were not compared, or there are none.
+    That is done once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
     """
     ranks = ranks_of(mesh)
-    names = [_compared.get(t, {}).get(ranks) for t in tensors if isinstance(t, torch.Tensor)]
-    return digest(names) if names and all(names) else ""
+    return all(ranks in _compared.get(t, {}) for t in tensors if isinstance(t, torch.Tensor))
 
 
-def remember_compared(mesh: DeviceMesh | None, tensors: Iterable[object], when: str) -> None:
+def identities(mesh: DeviceMesh | None, tensors: Iterable[object]) -> str:
+    """Return a hash that tells these tensors from others whose values were compared on the ranks of a mesh."""
+    ranks = ranks_of(mesh)
+    return digest(_compared.get(t, {}).get(ranks) for t in tensors if isinstance(t, torch.Tensor))
+
+
+def remember_compared(mesh: DeviceMesh | None, tensors: Iterable[object], comparison: int) -> None:
     """Remember that all ranks of a mesh were found to hold the same values of these tensors.
 
     Args:
         mesh: Whose ranks.
         tensors: In the same order on all of them.
-        when: The same on all of them, and another each time.
+        comparison: Its number.
     """
     for place, tensor in enumerate(tensors):
         if isinstance(tensor, torch.Tensor):
-            _compared.setdefault(tensor, {}).setdefault(ranks_of(mesh), f"{when}, {place}")
+            _compared.setdefault(tensor, {}).setdefault(ranks_of(mesh), f"{comparison}, {place}")
 
 
 def graph_digest(graph: fx.GraphModule) -> str:
@@ -187,20 +186,18 @@ def agree(mesh: DeviceMesh, words: dict[str, str], spent_s: float = 0.0) -> int:
     return meeting.number
 
 
-def agree_that_all_compiled(mesh: DeviceMesh) -> int:
-    """Wait until all ranks of ``mesh`` have compiled what they agreed on, and return a number that is the graph's own.
+def agree_that_all_compiled(mesh: DeviceMesh) -> None:
+    """Wait until all ranks of ``mesh`` have compiled what they agreed on.
 
     A rank whose inner compiler failed has to compile again, and the others with it.
 
     Raises:
         RankMismatchError: A rank failed, or did not come.
     """
-    meeting = Meeting(mesh, {WORK: "a graph that was compiled"})
-    check_same(_said(meeting, patience_s(), NOT_CALLED))
-    return meeting.number
+    check_same(_said(Meeting(mesh, {WORK: "a graph that was compiled"}), patience_s(), NOT_CALLED))
 
 
-def agree_to_run(mesh: DeviceMesh, words: dict[str, str], values: dict[str, str]) -> str:
+def agree_to_run(mesh: DeviceMesh, words: dict[str, str], values: dict[str, str]) -> tuple[int, str]:
     """Compare on all ranks of ``mesh`` what each is about to run.
 
     Args:
@@ -209,14 +206,16 @@ def agree_to_run(mesh: DeviceMesh, words: dict[str, str], values: dict[str, str]
         values: What may differ, by rounding.
 
     Returns:
-        Which of the values differ, and what to do; nothing where none does.
+        A number of this comparison, as :func:`agree`'s; and which of the values differ, and what to do, nothing where
+        none does.
 
     Raises:
         RankMismatchError: A rank differs, failed, or did not come.
     """
-    said = _said(Meeting(mesh, {**words, **values}), patience_s(), NOT_CALLED, values)
+    meeting = Meeting(mesh, {**words, **values})
+    said = _said(meeting, patience_s(), NOT_CALLED, values)
     check_same(_without(said, values))
-    return _disagreement([{name: each[name] for name in values if name in each} for each in said])
+    return meeting.number, _disagreement([{name: each[name] for name in values if name in each} for each in said])
 
 
 def exchange(mesh: DeviceMesh, words: dict[str, str]) -> list[dict[str, str]]:

@@ -33,7 +33,7 @@ from fxshard.emitter import Rank
 from fxshard.errors import FxShardError, InternalError, PlanError, RankMismatchError, again, shortened
 from fxshard.functions import watch
 from fxshard.graph_breaks import report_cost
-from fxshard.guard import NUMBER, Guard, guarded
+from fxshard.guard import Guard, guarded
 from fxshard.local_io import Part, part_example, part_of, whole_example, with_local_io
 from fxshard.mesh import default_mesh, news_level, summing_groups
 from fxshard.near_names import near
@@ -208,7 +208,7 @@ def _compile(
     words = {agreement.WORK: "a graph to compile", **made.description}
     comparison = agreement.agree(mesh, words, time.monotonic() - started)
     state = itertools.compress(example_inputs, made.graph.meta[KEY].is_state)
-    agreement.remember_compared(mesh, state, f"comparison {comparison}")
+    agreement.remember_compared(mesh, state, comparison)
     artifacts.leave(made.graph, made.local, made.config)
     for observe in on_compiled:
         observe(made.graph, made.local, made.config)
@@ -220,10 +220,10 @@ def _compile(
     used |= {name for m in program.modules() if isinstance(m, SumGradients) for name in m.bucket.groups}
     hand_on(gm, program)
     lowered = lower(program, examples, config=made.config)
-    number = agreement.agree_that_all_compiled(mesh)
+    agreement.agree_that_all_compiled(mesh)
     run = with_local_io(lowered, list(made.parts), mesh, made.local.meta[OUTPUTS])
     compiled = Compiled(source, made.graph, made.local, made.config, run)
-    words = {name: made.description[name] for name in RUNS} | {NUMBER: str(number)}
+    words = {name: made.description[name] for name in RUNS}
     run = _guarded(run, mesh, compiled, words, frozenset(used))
     said = Compilation(model or piece_name(gm), compilation_number(gm), made.graph, time.monotonic() - started)
     _say(said, gm, made, news_level(mesh))

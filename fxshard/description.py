@@ -48,14 +48,16 @@ def describe_graph(
     captured: Captured = graph.meta[KEY]
     given = [v for v, state in zip(example_inputs, captured.is_state, strict=True) if not state]
     state = [v for v, is_state in zip(example_inputs, captured.is_state, strict=True) if is_state]
-    known = agreement.known_as(mesh, state)
+    known = bool(state) and agreement.were_compared(mesh, state)
     return {
         **{name: str(getattr(config, field)) for field, name in OPTIONS.items()},
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
         "input types": ", ".join(map(_type, given)),
         "need a gradient": _with_gradient(graph, captured, example_inputs),
         "captured graph": agreement.graph_digest(graph),
-        "parameter and buffer values": f"compared before, as {known}" if known else agreement.values_digest(state),
+        "parameter and buffer values": f"compared before: {agreement.identities(mesh, state)}"
+        if known
+        else agreement.values_digest(state),
         "memory formats": digest(_memory_orders(captured, example_inputs, config)),
         "input values": "not compared again" if known else agreement.values_digest(given),
         "sequence of collectives": agreement.collectives_digest(local),

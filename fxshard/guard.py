@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("fxshard")
-NUMBER = "number of the graph"
 NOT_ONE_BATCH = (
     "warning of fxshard: the ranks were given different inputs, at call %d, and this is looked at only now and then: "
     "results mix the batches.\n%s\ncheck_every=1 makes it an error at the first call that differs"
@@ -106,8 +105,9 @@ class Guard:
         self._backward_is_watched = False
         on_failure.update(dict.fromkeys(groups, self.tell))
         self._local = may_run(local)
-        self._held: list[weakref.ref[torch.nn.Parameter]] = []
-        self._known = ""
+        self._held: list[weakref.ref[torch.Tensor]] = []
+        self._new: list[torch.nn.Parameter] = []
+        self._identities = ""
 
     def check(self, inputs: tuple[Any, ...]) -> None:
         """Compare the ranks.
@@ -116,20 +116,19 @@ class Guard:
             RankMismatchError: A rank differs, failed, or did not come.
         """
         call = self.calls + 1  # counted where all ranks come: one that failed before does not come here
-        parameters = [x for number in self.state if isinstance(x := inputs[number], torch.nn.Parameter)]
-        self._look_at(parameters)
-        is_new = bool(parameters) and not self._known
+        state = [x for number in self.state if isinstance(x := inputs[number], torch.Tensor)]
+        self._look_at(state)
         due = bool(self.check_every) and call % self.check_every == 0
-        words = {**self.words, "parameters": self._known or "not compared", "values": "compared" if due else ""}
-        if due or is_new:
+        words = {**self.words, "which parameters": self._identities, "check_every": "due" if due else ""}
+        if due or self._new:
             words |= self._state_digests(inputs)
         values = self._digests(inputs, self.given) if due or _is_power_of_two(call) else {}
         if due:
             words, values = {**words, **values}, {}
-        differing = agreement.agree_to_run(self.mesh, words, values)
+        comparison, differing = agreement.agree_to_run(self.mesh, words, values)
         self.calls = call
-        if is_new:
-            agreement.remember_compared(self.mesh, parameters, f"{self.words[NUMBER]}, call {call}")
+        if self._new:
+            agreement.remember_compared(self.mesh, self._new, comparison)
             self._held = []
         if differing:
             log.log(news_level(self.mesh), NOT_ONE_BATCH, call, differing)
@@ -143,12 +142,14 @@ class Guard:
         if not self._backward_is_watched:
             self._backward_is_watched = watch_backward(outputs, self.tell)
 
-    def _look_at(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """See what the parameters are known as, if they are not those of the last call."""
-        held = [parameter() for parameter in self._held]
-        if len(held) != len(parameters) or any(a is not b for a, b in zip(held, parameters, strict=True)):
-            self._known = agreement.known_as(self.mesh, parameters)
-            self._held = [weakref.ref(parameter) for parameter in parameters]
+    def _look_at(self, state: Sequence[torch.Tensor]) -> None:
+        """See which parameters and buffers these are, if they are not those of the last call."""
+        held = [tensor() for tensor in self._held]
+        if len(held) != len(state) or any(a is not b for a, b in zip(held, state, strict=True)):
+            parameters = [tensor for tensor in state if isinstance(tensor, torch.nn.Parameter)]
+            self._new = [] if agreement.were_compared(self.mesh, parameters) else parameters
+            self._identities = agreement.identities(self.mesh, state)
+            self._held = [weakref.ref(tensor) for tensor in state]
 
     def _state_digests(self, inputs: tuple[Any, ...]) -> dict[str, str]:
         """Return a hash of each parameter and buffer, and of the generators' states."""

@@ -6,8 +6,9 @@
 The second form needs one GPU: it runs rank 0's graph of so many ranks on a process group that communicates nothing.
 Its results are wrong at the borders; its time is what a rank computes, its memory what a rank keeps.
 
-For each configuration: median milliseconds of forward + backward, peak GiB of a rank, and the relative
-difference of the loss and of the parameter gradients from eager mode on one GPU with the same weights, input and seed.
+For each configuration: median milliseconds of forward + backward, how long the host needs to launch it and the GPU
+works on it, peak GiB of a rank, and the relative difference of the loss and of the parameter gradients from eager mode
+on one GPU with the same weights, input and seed; and the loss of the last step, which is the same in every mode.
 Inductor draws random numbers as eager mode does (``fallback_random``), as fxshard always does: with its own,
 drop path drops other samples and there is nothing to compare.
 """
@@ -49,10 +50,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--backends", nargs="+", default=["aot_eager", "inductor"])
+    parser.add_argument("--modes", nargs="+", default=["default"], help="of Inductor")
     parser.add_argument("--kernels", action="store_true", help="run fxshard's own kernels, too")
     parser.add_argument("--alone", type=int, metavar="N", help="run one of N ranks, without communication")
     parser.add_argument("--reference-width", type=int, help="of the one-GPU runs; default: the whole image")
-    parser.add_argument("--no-reference", action="store_true", help="skip the one-GPU runs")
+    parser.add_argument("--no-reference", action="store_true", help="skip one GPU in eager mode, and comparing with it")
+    parser.add_argument("--no-one", action="store_true", help="skip one GPU, compiled")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -81,25 +84,41 @@ def measure(model: torch.nn.Module, image: torch.Tensor, dtype: str, steps: int)
     gradients = {n: p.grad.detach().cpu() for n, p in model.named_parameters() if p.grad is not None}
     compile_s = time.perf_counter() - started
     for _ in range(3):
+        model.zero_grad(set_to_none=True)  # CUDA graphs write to the same gradients again
         step(model, image, dtype)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
+    times, host = [], []
+    for number in range(steps):
         model.zero_grad(set_to_none=True)
+        torch.manual_seed(number)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began = time.perf_counter()
         start.record()
-        step(model, image, dtype)
+        last = step(model, image, dtype)
         end.record()
+        host.append(1e3 * (time.perf_counter() - began))
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
     return {
         "ms": round(statistics.median(times), 2),
+        "host_ms": round(statistics.median(host), 2),
+        "gpu_ms": round(busy_ms(model, image, dtype), 2),
+        "last_loss": float(last),
         "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         "first_step_s": round(compile_s, 1),
         "loss": float(loss),
         "gradients": gradients,
     }
+
+
+def busy_ms(model: torch.nn.Module, image: torch.Tensor, dtype: str) -> float:
+    """Return how long the GPU works in a step, in milliseconds: the sum of its kernels and copies."""
+    model.zero_grad(set_to_none=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(model, image, dtype)
+        torch.cuda.synchronize()
+    return float(sum(event.self_device_time_total for event in profile.key_averages())) / 1e3
 
 
 def difference(reference: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
@@ -147,21 +166,20 @@ def configurations(args: argparse.Namespace, image: torch.Tensor) -> Iterator[di
             reference = measure(build(args), part, dtype, args.steps)
             yield row("1 GPU eager", dtype, width, reference)
             free()
-        for backend in args.backends:
-            if reference is not None:
+        for backend, mode in [(b, m) for b in args.backends for m in (args.modes if b == "inductor" else ["default"])]:
+            called = backend if mode == "default" else f"{backend} {mode}"
+            if not args.no_one:
                 model = build(args)
-                model.compile(backend=backend, dynamic=False)
-                yield row(f"1 GPU {backend}", dtype, width, measure(model, part, dtype, args.steps), reference)
+                model.compile(backend=backend, mode=mode if backend == "inductor" else None, dynamic=False)
+                yield row(f"1 GPU {called}", dtype, width, measure(model, part, dtype, args.steps), reference)
                 del model
                 free()
-            options = {"inner_backend": backend, "kernels": args.kernels}
+            options = {"inner_backend": backend, "kernels": args.kernels, "mode": mode}
             model = fxshard.transform(build(args), mesh=mesh, placements=[Shard(3)], **options)
             name = f"1 of {world} ranks, no communication" if args.alone else f"{world} GPUs"
             comparable = None if args.alone or width != args.width else reference
             found = measure(model, image, dtype, args.steps)
-            yield row(
-                f"{name}, fxshard {backend}{', own kernels' * args.kernels}", dtype, args.width, found, comparable
-            )
+            yield row(f"{name}, fxshard {called}{', own kernels' * args.kernels}", dtype, args.width, found, comparable)
             del model
             free()
 

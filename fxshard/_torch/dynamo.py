@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch._dynamo.source import ConstantSource
 from torch._dynamo.utils import graph_break_reasons
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ def hand_on(gm: torch.fx.GraphModule, made: torch.fx.GraphModule) -> None:
     """
     made.meta.update(gm.meta)
     if hasattr(gm, _SOURCES):
-        setattr(made, _SOURCES, getattr(gm, _SOURCES))
+        own = (*made.named_parameters(remove_duplicate=False), *made.named_buffers(remove_duplicate=False))
+        constants = {name: ConstantSource(f"fxshard {name}") for name, _ in own}
+        setattr(made, _SOURCES, {**getattr(gm, _SOURCES), **constants})
     theirs, ours = (graph.graph.find_nodes(op="placeholder") for graph in (gm, made))
     for node, origin in zip(ours, theirs, strict=True):
         setattr(node, SOURCE, getattr(origin, SOURCE, None))

@@ -292,7 +292,7 @@ def differ_in_values(rank: int, hard: bool) -> tuple[str, Outcome]:
         time.sleep(GRACE_S + 1)
 
     def come() -> None:
-        said.append(agreement.agree_to_run(spatial, work, {"input x": str(rank % 2)}))
+        said.append(agreement.agree_to_run(spatial, work, {"input x": str(rank % 2)})[1])
 
     found = outcome(come)
     return "".join(said), found
