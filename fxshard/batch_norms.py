@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fxshard.outer_hooks import modules_of
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -35,18 +37,8 @@ def cumulative_averages(net: nn.Module) -> AbstractContextManager[None]:
 
 
 def batch_norms(net: nn.Module) -> list[_BatchNorm]:
-    """Return the batch norms of ``net``, of all kinds.
-
-    Args:
-        net: Any module; this is asked on every call, of which ``net.modules()`` would take a millisecond.
-    """
-    found, left = [], [net]
-    while left:
-        module = left.pop()
-        if isinstance(module, _BatchNorm):
-            found.append(module)
-        left += [child for child in module._modules.values() if child is not None]
-    return found
+    """Return the batch norms of ``net``, of all kinds."""
+    return [module for module in modules_of(net) if isinstance(module, _BatchNorm)]
 
 
 def _averages(norm: _BatchNorm) -> bool:

@@ -51,7 +51,8 @@ def within_hooks(net: torch.nn.Module, run: Callable[..., Any], args: tuple[Any,
     """
     if OUTER not in sys.modules:
         return run(*args, **kwargs)
-    found = [Outer(m, _outer(m._forward_pre_hooks), _outer(m._forward_hooks)) for m in net.modules()]
+    hooked = dict.fromkeys(m for m in modules_of(net) if m._forward_pre_hooks or m._forward_hooks)
+    found = [Outer(m, _outer(m._forward_pre_hooks), _outer(m._forward_hooks)) for m in hooked]
     found = [outer for outer in found if outer.before or outer.after]
     for outer in found:
         for hook in outer.before.values():
@@ -68,6 +69,20 @@ def within_hooks(net: torch.nn.Module, run: Callable[..., Any], args: tuple[Any,
         for hook in outer.after.values():
             output = hook(outer.module, args, output)
     return output
+
+
+def modules_of(net: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a module and its parts in the order of ``net.modules()``, each as often as it is part of something.
+
+    Args:
+        net: Any module; this is asked on every call, of which ``net.modules()`` would take a millisecond.
+    """
+    found, left = [], [net]
+    while left:
+        module = left.pop()
+        found.append(module)
+        left += [child for child in reversed(module._modules.values()) if child is not None]
+    return found
 
 
 def _outer(hooks: dict[int, Callable[..., Any]]) -> dict[int, Callable[..., Any]]:

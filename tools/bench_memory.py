@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._functorch import config as functorch_config  # noqa: TID251
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -136,18 +137,20 @@ def measured_gib(row: Row, transformed: Callable[[nn.Module], nn.Module]) -> flo
     return torch.cuda.max_memory_allocated() / 2**30
 
 
-def predicted_gib(row: Row, ranks: int, backend: str) -> float:
+def predicted_gib(row: Row, ranks: int, backend: str, budget: float) -> float:
     """Return the peak that a plan predicts."""
     torch.compiler.reset()
     model, image = row.build().cuda().train(), torch.empty(row.shape, device="cuda")
     with row.precision():
+        placements = [Shard(len(row.shape) - 1)]
         plan = fxshard.plan(
-            model, image, world_size=ranks, placements=[Shard(len(row.shape) - 1)], inner_backend=backend
+            model, image, world_size=ranks, placements=placements, inner_backend=backend, memory_budget=budget
         )
     return plan.memory.peak.bytes / 2**30
 
 
-def _compiled(model: nn.Module, backend: str) -> nn.Module:
+def _compiled(model: nn.Module, backend: str, budget: float) -> nn.Module:
+    functorch_config.activation_memory_budget = budget
     model.compile(backend=backend, dynamic=False)
     return model
 
@@ -160,10 +163,13 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if args.only and not any(name in row.name for name in args.only):
             continue
         placements = [Shard(len(row.shape) - 1)]
-        split = partial(fxshard.transform, mesh=mesh, placements=placements, inner_backend=args.backend)
-        for ranks, change in ((1, partial(_compiled, backend=args.backend)), (world, split)):
+        options = {"inner_backend": args.backend, "memory_budget": args.memory_budget}
+        split = partial(fxshard.transform, mesh=mesh, placements=placements, **options)
+        one = partial(_compiled, backend=args.backend, budget=args.memory_budget)
+        for ranks, change in ((1, one), (world, split)):
             try:
-                found, expected = measured_gib(row, change), predicted_gib(row, ranks, args.backend)
+                found = measured_gib(row, change)
+                expected = predicted_gib(row, ranks, args.backend, args.memory_budget)
             except ModuleNotFoundError as error:
                 print(f"left out: {row.name}: {error}", file=sys.stderr)
                 break
@@ -172,6 +178,7 @@ def results(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "shape": row.shape,
                 "dtype": row.dtype,
                 "inner_backend": args.backend,
+                "memory_budget": args.memory_budget,
                 "ranks": ranks,
                 "communicates": ranks > 1 and not args.alone,
                 "measured_gib": round(found, 3),
@@ -194,6 +201,7 @@ def main() -> int:
     """Run every row; rank 0 prints them and writes the file as they come."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--memory-budget", type=float, default=1.0, help="as fxshard.transform takes it")
     parser.add_argument("--only", nargs="+", help="rows whose name has one of these")
     parser.add_argument("--alone", type=int, metavar="N", help="run one of N ranks, without communication")
     parser.add_argument("--json", type=Path)
