@@ -10,16 +10,14 @@ import logging
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
-from torch import fx
 
-from fxshard._torch import FakeTensor, WeakTensorKeyDictionary, default_group_timeout
+from fxshard._torch import default_group_timeout
 from fxshard.errors import RankMismatchError
-from fxshard.meeting import GRACE_S, Meeting, digest, ranks_of
+from fxshard.meeting import GRACE_S, Meeting
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,7 +38,6 @@ FAILED, LEFT, WORK = "failed", "left", "work"
 """Names of what ranks say: why one cannot go on, that it no longer waits, and what it is about to do."""
 _TOLD = "_fxshard_told"
 """An attribute of errors that the other ranks know of."""
-WORDS_AT_A_TIME = 2**20
 FOLLOWS = (
     (
         ("option ", "input shapes", "input types", "need a gradient"),
@@ -71,100 +68,6 @@ REMEDIES = {
     ("torch",): "install one version of torch on every rank",
 }
 """What to do, by the beginnings of the names of what differs."""
-MULTIPLIERS = (-0x61C8864680B583EB, -0x40A7B892E31B1A47)
-"""SplitMix64's increment and first multiplier, as signed integers."""
-DIMENSIONS = ("dim", "from_dim", "to_dim")
-"""How the schemas of collectives name dimensions."""
-_compared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def checksum(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's bits in their order; equal tensors have equal hashes on one kind of device.
-
-    The bits are read as integers and summed with a weight for each place, modulo 2^64, some at a time.
-
-    Args:
-        tensor: On any device; not more than a copy of it and a few megabytes are allocated there.
-    """
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if bits.storage_offset() % 4:  # no integers begin there
-        bits = bits.clone()
-    words = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
-    weights = _weights(min(words.numel(), WORDS_AT_A_TIME), words.device)
-    sums = [(part.long() * weights[: part.numel()]).sum() for part in words.split(WORDS_AT_A_TIME)]
-    return digest(torch.stack(sums).tolist())
-
-
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Return well mixed integers of 64 bits: with regular ones, a block moved by a round number may not be seen."""
-    mixed = torch.arange(1, count + 1, device=device) * MULTIPLIERS[0]
-    mixed = (mixed ^ (mixed >> 31)) * MULTIPLIERS[1]
-    return mixed ^ (mixed >> 29)
-
-
-def values_digest(tensors: Sequence[object]) -> str:
-    """Return a hash of the values of the real tensors among ``tensors``."""
-    return digest(
-        checksum(t) for t in tensors if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor) and t.numel()
-    )
-
-
-def were_compared(mesh: DeviceMesh | None, tensors: Iterable[object]) -> bool:
-    """Return whether the values of all these tensors were compared on the ranks of a mesh.
-
-    That is done once: later, kernels that add in no fixed order may have moved ranks apart by rounding.
-    """
-    ranks = ranks_of(mesh)
-    return all(ranks in _compared.get(t, {}) for t in tensors if isinstance(t, torch.Tensor))
-
-
-def identities(mesh: DeviceMesh | None, tensors: Iterable[object]) -> str:
-    """Return a hash that tells these tensors from others whose values were compared on the ranks of a mesh."""
-    ranks = ranks_of(mesh)
-    return digest(_compared.get(t, {}).get(ranks) for t in tensors if isinstance(t, torch.Tensor))
-
-
-def remember_compared(mesh: DeviceMesh | None, tensors: Iterable[object], comparison: int) -> None:
-    """Remember that all ranks of a mesh were found to hold the same values of these tensors.
-
-    Args:
-        mesh: Whose ranks.
-        tensors: In the same order on all of them.
-        comparison: Its number.
-    """
-    for place, tensor in enumerate(tensors):
-        if isinstance(tensor, torch.Tensor):
-            _compared.setdefault(tensor, {}).setdefault(ranks_of(mesh), f"{comparison}, {place}")
-
-
-def graph_digest(graph: fx.GraphModule) -> str:
-    """Return a hash of a graph's nodes and nested graphs, without the numbers of devices: each rank has its own."""
-    nodes = (n for m in graph.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes)
-    return digest(
-        (n.op, n.name, getattr(n.target, "__name__", n.target), _unnumbered(n.args), _unnumbered(n.kwargs))
-        for n in nodes
-    )
-
-
-def _unnumbered(arguments: Any) -> Any:
-    return fx.node.map_aggregate(arguments, lambda a: a.type if isinstance(a, torch.device) else a)
-
-
-def collectives_digest(local: fx.GraphModule) -> str:
-    """Return a hash of a local graph's collectives, in order, without what differs from rank to rank."""
-    return digest(
-        (str(node.target), _geometry(node))
-        for node in local.graph.nodes
-        # a collective's last argument is its group
-        if getattr(node.target, "namespace", "") == "fxshard" and isinstance(node.args[-1], str)
-    )
-
-
-def _geometry(collective: fx.Node) -> list[object]:
-    """Return the arguments that are the same on every rank: not its place, nor how many positions it holds."""
-    assert isinstance(collective.target, torch._ops.OpOverload)
-    named = zip(collective.target._schema.arguments, collective.args[:-1], strict=False)
-    return [a for schema, a in named if isinstance(a, (list, str, float)) or schema.name in DIMENSIONS]
 
 
 def agree(mesh: DeviceMesh, words: dict[str, str], spent_s: float = 0.0) -> int:

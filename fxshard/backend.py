@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxshard import agreement, artifacts
+from fxshard import agreement, artifacts, compared
 from fxshard._torch import (
     FakeTensorMode,
     compilation_number,
@@ -208,7 +208,7 @@ def _compile(
     words = {agreement.WORK: "a graph to compile", **made.description}
     comparison = agreement.agree(mesh, words, time.monotonic() - started)
     state = itertools.compress(example_inputs, made.graph.meta[KEY].is_state)
-    agreement.remember_compared(mesh, state, comparison)
+    compared.remember(mesh, state, comparison)
     artifacts.leave(made.graph, made.local, made.config)
     for observe in on_compiled:
         observe(made.graph, made.local, made.config)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fxshard import agreement
-from fxshard.guard import generator_digest
+from fxshard import compared
+from fxshard.digests import collectives_digest, generator_digest, graph_digest, values_digest
 from fxshard.meeting import digest
 from fxshard.ops.memory import memory_order
 from fxshard.passes.capture import KEY, Captured
@@ -48,19 +48,19 @@ def describe_graph(
     captured: Captured = graph.meta[KEY]
     given = [v for v, state in zip(example_inputs, captured.is_state, strict=True) if not state]
     state = [v for v, is_state in zip(example_inputs, captured.is_state, strict=True) if is_state]
-    known = bool(state) and agreement.were_compared(mesh, state)
+    known = bool(state) and compared.were_compared(mesh, state)
     return {
         **{name: str(getattr(config, field)) for field, name in OPTIONS.items()},
         "input shapes": str([tuple(v.shape) if isinstance(v, torch.Tensor) else v for v in given]),
         "input types": ", ".join(map(_type, given)),
         "need a gradient": _with_gradient(graph, captured, example_inputs),
-        "captured graph": agreement.graph_digest(graph),
-        "parameter and buffer values": f"compared before: {agreement.identities(mesh, state)}"
+        "captured graph": graph_digest(graph),
+        "parameter and buffer values": f"compared before: {compared.identities(mesh, state)}"
         if known
-        else agreement.values_digest(state),
+        else values_digest(state),
         "memory formats": digest(_memory_orders(captured, example_inputs, config)),
-        "input values": "not compared again" if known else agreement.values_digest(given),
-        "sequence of collectives": agreement.collectives_digest(local),
+        "input values": "not compared again" if known else values_digest(given),
+        "sequence of collectives": collectives_digest(local),
         "generator state": generator_digest() if has_random(graph) else "not used",
         "torch": torch.__version__,
     }

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fxshard import agreement
+from fxshard import agreement, compared
 from fxshard._torch import watch_backward
+from fxshard.digests import generator_digest, values_digest
 from fxshard.errors import RankMismatchError
 from fxshard.mesh import news_level
 from fxshard.ops.lowering import on_failure
@@ -128,7 +129,7 @@ class Guard:
         comparison, differing = agreement.agree_to_run(self.mesh, words, values)
         self.calls = call
         if self._new:
-            agreement.remember_compared(self.mesh, self._new, comparison)
+            compared.remember(self.mesh, self._new, comparison)
             self._held = []
         if differing:
             log.log(news_level(self.mesh), NOT_ONE_BATCH, call, differing)
@@ -147,8 +148,8 @@ class Guard:
         held = [tensor() for tensor in self._held]
         if len(held) != len(state) or any(a is not b for a, b in zip(held, state, strict=True)):
             parameters = [tensor for tensor in state if isinstance(tensor, torch.nn.Parameter)]
-            self._new = [] if agreement.were_compared(self.mesh, parameters) else parameters
-            self._identities = agreement.identities(self.mesh, state)
+            self._new = [] if compared.were_compared(self.mesh, parameters) else parameters
+            self._identities = compared.identities(self.mesh, state)
             self._held = [weakref.ref(tensor) for tensor in state]
 
     def _state_digests(self, inputs: tuple[Any, ...]) -> dict[str, str]:
@@ -158,19 +159,11 @@ class Guard:
 
     @staticmethod
     def _digests(inputs: tuple[Any, ...], names: Mapping[int, str]) -> dict[str, str]:
-        return {name: agreement.values_digest([inputs[number]]) for number, name in names.items()}
+        return {name: values_digest([inputs[number]]) for number, name in names.items()}
 
 
 def _is_power_of_two(number: int) -> bool:
     return number > 1 and number & (number - 1) == 0
-
-
-def generator_digest() -> str:
-    """Return a hash of the states of the default generators of this process."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return agreement.values_digest(states)
 
 
 def _of_communication(error: BaseException) -> bool:

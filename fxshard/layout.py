@@ -26,7 +26,6 @@ Pure integers: no tensors, ranks of the process or groups live here.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -126,6 +125,10 @@ class Shard:
         """The size of the split factor."""
         return self.bounds[-1]
 
+    def on(self, dim: int) -> Shard:
+        """Return the same split of another dimension, without what is held beside what is owned."""
+        return Shard(dim, self.bounds, self.outer)
+
     def interval(self, rank: int) -> Interval:
         """Return what ``rank`` holds of the split factor, half-open, in global coordinates."""
         return self.held.intervals[rank] if self.held else (self.bounds[rank], self.bounds[rank + 1])
@@ -197,10 +200,6 @@ class Layout:
                 held = placement.length(coords[axis])
                 local[placement.dim] = local[placement.dim] // max(placement.size, 1) * held  # of nothing, nothing
         return tuple(local)
-
-    def local_numel(self, shape: Sequence[int], coords: Sequence[int]) -> int:
-        """Return how many elements the rank at ``coords`` holds."""
-        return math.prod(self.local_shape(shape, coords))
 
 
 def replicated(axes: int) -> Layout:

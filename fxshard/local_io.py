@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fxshard import agreement
 from fxshard._torch import FakeTensor
+from fxshard.digests import values_digest
 from fxshard.errors import PlanError
 from fxshard.layout import Layout, Placement, Replicate, Shard, chunk_bounds
 from fxshard.mesh import news_level
@@ -249,7 +250,7 @@ class Entrance:
 def _values(images: Sequence[Tensor]) -> str:
     """Return a hash of the parts; nothing of parts that have one value everywhere, which all ranks may well pass."""
     varied = [i for i in images if i.numel() and bool((i != i.flatten()[0]).any())]
-    return agreement.values_digest(varied) if varied else ""
+    return values_digest(varied) if varied else ""
 
 
 PARTS = "local inputs"

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +24,7 @@ from fxshard.devices import H200
 from fxshard.dry_run import captured_graph
 from fxshard.passes.config import Config
 from fxshard.provenance import module_path
-from tools.networks import UNet
+from tools.networks import UNet, made_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,11 +37,6 @@ PAGE = Path(__file__).parents[1] / "docs" / "strategies.md"
 LETTERS = {4: ("N", "C", "H", "W"), 5: ("N", "C", "D", "H", "W")}
 """Of the dimensions of an image."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def _from(module: str, name: str, *args: Any, **kwargs: Any) -> nn.Module:
-    made: nn.Module = getattr(importlib.import_module(module), name)(*args, **kwargs)
-    return made
 
 
 @dataclass(frozen=True)
@@ -71,15 +65,15 @@ def _unet_stages(levels: int) -> tuple[str, ...]:
     return (*(f"down.{i}" for i in range(levels)), *(f"join.{i}" for i in reversed(range(levels - 1))))
 
 
-_segmentation = partial(_from, "torchvision.models.segmentation", "deeplabv3_resnet50", weights_backbone=None)
+_segmentation = partial(made_by, "torchvision.models.segmentation", "deeplabv3_resnet50", weights_backbone=None)
 MODELS = {
     "convnext_tiny": Row(
-        "ConvNeXt-T", partial(_from, "timm", "create_model", "convnext_tiny"), (7, 3, 512, 2048), CONVNEXT
+        "ConvNeXt-T", partial(made_by, "timm", "create_model", "convnext_tiny"), (7, 3, 512, 2048), CONVNEXT
     ),
     "convnext_xlarge": Row(
-        "ConvNeXt-XL", partial(_from, "timm", "create_model", "convnext_xlarge"), (7, 3, 512, 8192), CONVNEXT
+        "ConvNeXt-XL", partial(made_by, "timm", "create_model", "convnext_xlarge"), (7, 3, 512, 8192), CONVNEXT
     ),
-    "resnet50": Row("ResNet-50", partial(_from, "torchvision.models", "resnet50"), (2, 3, 1080, 1920), RESNET),
+    "resnet50": Row("ResNet-50", partial(made_by, "torchvision.models", "resnet50"), (2, 3, 1080, 1920), RESNET),
     "deeplabv3": Row("DeepLabV3 on ResNet-50", _segmentation, (2, 3, 1080, 1920), DEEPLAB),
     "unet": Row("U-Net", partial(UNet, 2), (2, 3, 1088, 1920), _unet_stages(5)),
     "unet3d": Row("3-D U-Net", partial(UNet, 3, width=32, levels=4, inputs=1), (1, 1, 192, 192, 192), _unet_stages(4)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -13,6 +14,12 @@ CONVOLUTIONS: dict[int, tuple[Any, Any, Any, Any]] = {
     3: (nn.Conv3d, nn.BatchNorm3d, nn.MaxPool3d, nn.ConvTranspose3d),
 }
 """Convolution, norm, pool and transposed convolution, by spatial dimensions."""
+
+
+def made_by(module: str, name: str, *args: Any, **kwargs: Any) -> nn.Module:
+    """Return the model that a function of a library's module makes; the library is imported when it is asked for."""
+    made: nn.Module = getattr(importlib.import_module(module), name)(*args, **kwargs)
+    return made
 
 
 class UNet(nn.Module):

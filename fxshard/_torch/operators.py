@@ -1,4 +1,4 @@
-"""Operators, autograd and the trace."""
+"""What torch has for one operator, one layer or one entry of its trace."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxshard.layout import Partial, Placement, Replicate, Shard
-from fxshard.rules.reduce import LOW_PRECISION
+from fxshard.rules.reduce import is_low_precision
 from fxshard.rules.rule import Choice, Expand, Row, rule
 
 if TYPE_CHECKING:
@@ -25,15 +25,6 @@ if TYPE_CHECKING:
     from fxshard.rules.call import OpCall
 
 aten = torch.ops.aten
-
-
-def _on(shard: Shard, dim: int) -> Shard:
-    return Shard(dim, shard.bounds, shard.outer)
-
-
-def _low_precision(call: OpCall) -> bool:
-    value = call.output_values[0]
-    return value is not None and value.dtype in LOW_PRECISION
 
 
 @rule(aten.linear.default, nested=True)
@@ -60,13 +51,13 @@ def place_product(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     assert isinstance(lead, Shard)
     contracted = rank - 1 if lead is left else rank - 2
     if lead.dim == contracted:
-        if _low_precision(call):
+        if is_low_precision(call):
             return Expand(_product_in_float32(call.op))
-        return Row((_on(lead, rank - 1), _on(lead, rank - 2)), (Partial(),))
+        return Row((lead.on(rank - 1), lead.on(rank - 2)), (Partial(),))
     if lead.dim < rank - 2:
-        return Row((_on(lead, lead.dim), _on(lead, lead.dim)), (_on(lead, lead.dim),))
+        return Row((lead.on(lead.dim), lead.on(lead.dim)), (lead.on(lead.dim),))
     wanted = (lead, Replicate()) if lead is left else (Replicate(), lead)
-    return Row(wanted, (_on(lead, lead.dim),))
+    return Row(wanted, (lead.on(lead.dim),))
 
 
 def _product_in_float32(op: torch._ops.OpOverload) -> Any:

@@ -139,10 +139,6 @@ def _emit_reshape(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequen
     return emitter.call(aten.reshape.default, inputs[0], shape)
 
 
-def _moved(shard: Shard, dim: int) -> Shard:
-    return Shard(dim, shard.bounds, shard.outer)
-
-
 def _order(call: OpCall) -> list[int]:
     """Return for each dimension of the output the input's."""
     rank = len(call.shape(0))
@@ -160,13 +156,13 @@ def _order(call: OpCall) -> list[int]:
     aten.transpose.int,
     aten.t.default,
     nested=True,
-    split_as=lambda call, _, wanted: Row((_moved(wanted, _order(call)[wanted.dim]),), (wanted,)),
+    split_as=lambda call, _, wanted: Row((wanted.on(_order(call)[wanted.dim]),), (wanted,)),
 )
 def place_permute(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     """Move the split with its dimension."""
     (shard,) = at
     assert isinstance(shard, Shard)
-    return Row((shard,), (_moved(shard, _order(call).index(shard.dim)),))
+    return Row((shard,), (shard.on(_order(call).index(shard.dim)),))
 
 
 @rule(aten.expand.default, emit=lambda *a: _emit_expand(*a), nested=True, split_as=lambda *a: _split_expand(*a))
@@ -175,13 +171,13 @@ def place_expand(call: OpCall, at: tuple[Placement, ...]) -> Choice:
     (shard,) = at
     assert isinstance(shard, Shard)
     added = len(call.out_shape) - len(call.shape(0))
-    return Row((shard,), (_moved(shard, shard.dim + added),))
+    return Row((shard,), (shard.on(shard.dim + added),))
 
 
 def _split_expand(call: OpCall, at: tuple[Placement, ...], wanted: Shard) -> Row:
     dim = wanted.dim - (len(call.out_shape) - len(call.shape(0)))
     repeated = dim < 0 or call.shape(0)[dim] != call.out_shape[wanted.dim]
-    return Row((Replicate() if repeated else _moved(wanted, dim),), (wanted,))
+    return Row((Replicate() if repeated else wanted.on(dim),), (wanted,))
 
 
 def _emit_expand(emitter: Emitter, call: OpCall, plan: NodePlan, inputs: Sequence[Node]) -> Node:

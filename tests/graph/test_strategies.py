@@ -16,7 +16,7 @@ from fxshard.estimates import estimates
 from fxshard.node_costs import WHOLE, costs
 from fxshard.passes.config import Config
 from tools import compare_strategies as by_hand
-from tools.networks import UNet
+from tools.networks import UNet, made_by
 
 if TYPE_CHECKING:
     from torch import fx
@@ -29,11 +29,9 @@ SLOW = dataclasses.replace(H200, name="slow", single_flops=1e12, depthwise_flops
 EXCHANGES_US = (20, 50, 200)
 ROWS = {
     "convnext": by_hand.Row(
-        "", partial(by_hand._from, "timm", "create_model", "convnext_atto"), (1, 3, 96, 512), by_hand.CONVNEXT[::2]
+        "", partial(made_by, "timm", "create_model", "convnext_atto"), (1, 3, 96, 512), by_hand.CONVNEXT[::2]
     ),
-    "resnet18": by_hand.Row(
-        "", partial(by_hand._from, "torchvision.models", "resnet18"), (2, 3, 128, 256), by_hand.RESNET
-    ),
+    "resnet18": by_hand.Row("", partial(made_by, "torchvision.models", "resnet18"), (2, 3, 128, 256), by_hand.RESNET),
     "unet": by_hand.Row("", partial(UNet, 2, width=8, levels=4), (1, 3, 96, 256), by_hand._unet_stages(4)[::3]),
     "unet3d": by_hand.Row(
         "", partial(UNet, 3, width=8, levels=3, inputs=1), (1, 1, 32, 32, 64), by_hand._unet_stages(3)[::2]

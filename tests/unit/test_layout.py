@@ -59,7 +59,6 @@ def test_local_shape_is_the_shape_of_the_elements_that_a_rank_has(data: st.DataO
         ]
         local = np.zeros(shape)[np.ix_(*kept, range(3))]
         assert layout.local_shape(shape, coords) == local.shape
-        assert layout.local_numel(shape, coords) == local.size
 
 
 @given(st.data(), bounds(), st.integers(1, 3))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, fx
 
 import fxshard.ops  # noqa: F401  defines torch.ops.fxshard
-from fxshard import agreement
-from fxshard.agreement import checksum, collectives_digest, graph_digest
+from fxshard import digests
+from fxshard.digests import checksum, collectives_digest, graph_digest
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ def test_the_order_of_values_is_in_their_checksum(pair: str) -> None:
 
 
 def test_a_checksum_of_many_blocks_sees_every_value_and_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "WORDS_AT_A_TIME", 4)
+    monkeypatch.setattr(digests, "WORDS_AT_A_TIME", 4)
     x = torch.arange(11.0)
     changed = [
         x.roll(4),
