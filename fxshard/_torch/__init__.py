@@ -1,7 +1,7 @@
 """The private torch APIs that fxshard uses, each with its reason.
 
 Everything here was run on torch 2.11 and 2.14.  What is more than an import is in the modules of this package, one for
-each part of torch.  Elsewhere only ``torch._ops``, for the type of an operator, and ``torch.utils._pytree`` are private.
+each part of torch.  Elsewhere ``torch._ops``, for the type of an operator, and ``torch.utils._pytree`` are private.
 """
 
 from torch._dynamo.backends.registry import lookup_backend

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,6 +20,7 @@ from fxshard.errors import PlanError
 from fxshard.passes import lower
 from fxshard.passes.config import Config
 from fxshard.passes.lower import inner_compiler
+from tests.ranks import part_alone
 from tests.ranks.checks import assert_exact
 
 if TYPE_CHECKING:
@@ -88,3 +94,16 @@ def test_parameters_are_known_to_stay_in_their_place() -> None:
 def test_what_cannot_be_asked_for(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         fxshard.transform(nn.Conv2d(3, 4, 3), **options)
+
+
+@pytest.mark.nightly
+def test_a_part_in_every_mode_is_that_of_one_device() -> None:
+    command = [sys.executable, "-m", "tests.ranks.part_alone"]
+    root = Path(__file__).parents[2]
+    environ = {**os.environ, "PYTHONPATH": str(root)}
+    done = subprocess.run(command, env=environ, cwd=root, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["mode"] for row in found] == list(part_alone.MODES)
+    assert all(row["draws alike"] for row in found)
+    assert max(row["worst"] for row in found) < 1e-5
