@@ -28,6 +28,8 @@ from fxshard.passes.lower import without_autocast
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+log = logging.getLogger("fxshard")
+
 CAST = torch.ops.aten._to_copy.default
 DEVICES = ("cpu", "cuda")
 EXAMPLE = "example_value"
@@ -173,20 +175,22 @@ class Prober:
         """Return the call's steps without autocast; None where it needs autocast to fit its inputs together."""
         try:
             with without_autocast(), _unlogged():
-                return _steps(self._trace(call, inputs), {})
+                traced = self._trace(call, inputs)
         except Exception:  # whatever it is, the call as it stands is no explanation
+            log.debug("%s does not run without autocast", call, exc_info=True)
             return None
+        return _steps(traced, {})
 
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
     """Keep fake tensors from logging the calls that fail."""
-    log = logging.getLogger(FakeTensorMode.__module__)
-    before, log.disabled = log.disabled, True
+    noisy = logging.getLogger(FakeTensorMode.__module__)
+    before, noisy.disabled = noisy.disabled, True
     try:
         yield
     finally:
-        log.disabled = before
+        noisy.disabled = before
 
 
 def _dtypes(values: Any) -> tuple[torch.dtype, ...]:
