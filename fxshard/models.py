@@ -101,6 +101,8 @@ def _timm_with(model: str) -> Any:
         family = re.match("[a-z]*", model.lower())
         pattern = f"*{family.group()}*" if family and any(family.group() in name for name in names) else "*"
         msg = f"timm has no model {model!r}{near(model, names)}; timm.list_models({pattern!r}) lists names"
+        module, dot, name = model.rpartition(".")
+        msg += f"; a model of your own has a colon, {module}:{name}" if dot and name.isidentifier() else ""
         raise UnknownModelError(msg)
     return timm
 

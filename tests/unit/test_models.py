@@ -48,6 +48,7 @@ def test_a_model_without_drop_path_is_built_without() -> None:
     ("name", "said"),
     [
         ("timm:convnext_gigantic", "timm has no model 'convnext_gigantic'"),
+        ("unet.UNet", "a model of your own has a colon, unet:UNet$"),
         ("torchvision:resnet17", "torchvision has no classification model 'resnet17'"),
         ("no.such.module:net", "there is no model no.such.module:net"),
         (f"{__name__}:nothing", "has no attribute 'nothing'"),
