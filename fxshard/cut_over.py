@@ -80,7 +80,8 @@ def choices(
         config: What is asked.
         device: Of the table.
         any_mesh: Whether the mesh may have another shape of as many ranks.
-        every: Whether to return also those of which the work alone takes longer than another's whole step.
+        every: Whether to return also those of which the work alone takes longer than another's whole step, and those
+            that split what is cheaper whole: they need less memory.
     """
     shape = max((tuple(tensor_value(n).shape) for n in image_inputs(captured)), key=len, default=())
     meshes = mesh_shapes(math.prod(config.mesh_shape), shape) if any_mesh else (config.mesh_shape,)
@@ -91,7 +92,9 @@ def choices(
     found: list[Choice] = []
     for work, graph, way in sorted(zip(works, graphs, ways, strict=True), key=operator.itemgetter(0)):
         if every or not found or work < min(choice.step_ns for choice in found):
-            found.append(_tried(_timed(graph, way, device), device))
+            split = _timed(graph, way, device)
+            made = _tried(split, device)
+            found += [made, dataclasses.replace(split, values=made.values)] if every and made.config.whole else [made]
     return sorted(found, key=lambda choice: choice.step_ns)
 
 

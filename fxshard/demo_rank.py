@@ -205,7 +205,7 @@ def prepare(rank: int, settings: Settings) -> tuple[str, ...]:
     del rank
     photographs = load_photographs()
     torch.manual_seed(settings.seed)
-    net = build_named(settings.model, num_classes=len(photographs), drop_path_rate=DROP_PATH_RATE)
+    net = build_named(settings.model, num_classes=len(photographs), drop_path_rate=DROP_PATH_RATE, insist=True)
     net = net.to(settings.device, DTYPES[settings.dtype]).train()
     split = transform(
         copy.deepcopy(net), mesh=_mesh(settings), placements=settings.placements, inner_backend=settings.inner_backend

@@ -284,11 +284,13 @@ def plan(  # noqa: PLR0913  options, by keyword
                 best = next(_plans(captured, config, found, any_mesh=any_mesh))
             else:
 
-                def plans(mesh: tuple[int, ...]) -> Iterator[Plan]:
+                def on(mesh: tuple[int, ...], device: Device | None) -> Iterator[Plan]:
                     asked = in_the_middle(dataclasses.replace(config, mesh_shape=mesh))
-                    return _plans(captured, asked, found, any_mesh=any_mesh, every=True)
+                    return _plans(captured, asked, device, any_mesh=any_mesh, every=True)
 
-                best = Limit(memory_limit_gib, plans, _most_ranks(captured, config, any_mesh=any_mesh)).quickest(shape)
+                most = _most_ranks(captured, config)
+                limit = Limit(memory_limit_gib, lambda mesh: on(mesh, found), lambda mesh: next(on(mesh, None)), most)
+                best = limit.quickest(shape)
             times = captured_at - started, time.monotonic() - captured_at
             log.info("%s was captured in %.1f s and planned in %.1f s", type(model).__name__, *times)
             return best
@@ -310,11 +312,9 @@ def _plans(captured: fx.GraphModule, config: Config, device: Device | None, **tr
         yield Plan(report, choice.graph, choice.local, choice.config, device)
 
 
-def _most_ranks(captured: fx.GraphModule, config: Config, *, any_mesh: bool) -> tuple[int, ...]:
+def _most_ranks(captured: fx.GraphModule, config: Config) -> tuple[int, ...]:
     """Return how many ranks can have something of their own on each mesh axis."""
     image = max((tuple(tensor_value(n).shape) for n in image_inputs(captured)), key=math.prod, default=())
-    if any_mesh:
-        return (math.prod(image[2:]),)
     return tuple(image[dim] if 0 <= dim < len(image) else 1 for dim in split_dims(captured, config))
 
 

@@ -7,6 +7,7 @@ axes the shapes in between are planned for too, if they are few.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -19,10 +20,13 @@ if TYPE_CHECKING:
 
     from fxshard.memory import Memory
 
+log = logging.getLogger("fxshard")
 GIB = 2**30
+NEAR = 1.2
+"""How many times the limit a plan may need that splits whatever can be, for others to be tried, too."""
 MOST_SHAPES = 24
 """How many meshes are planned for, of those that have fewer ranks than one that is enough."""
-SMALLER = "also smaller are bfloat16, activation checkpoints and memory_budget"
+SMALLER = "bfloat16, activation checkpoints and memory_budget need less, too"
 Shape = tuple[int, ...]
 
 
@@ -59,11 +63,13 @@ class Limit(Generic[Found]):
     Args:
         gib: What a rank's peak may be, in GiB.
         plans: Returns the plans on a mesh, the quickest first.
+        split: Returns the one that splits whatever can be, which needs the least.
         most: How many ranks can have something of their own on each mesh axis.
     """
 
     gib: float
     plans: Callable[[Shape], Iterable[Found]]
+    split: Callable[[Shape], Found]
     most: Shape
 
     def quickest(self, shape: Shape) -> Found:
@@ -75,13 +81,19 @@ class Limit(Generic[Found]):
         Raises:
             PlanError: None does; with the mesh on which one does.
         """
-        tried = list(self.plans(shape))
-        for found in tried:
-            if self._is_kept(found):
-                return found
+        least = self.split(shape)
+        tried = [least]
+        if least.memory.peak.bytes <= NEAR * self.gib * GIB:
+            for found in self.plans(shape):
+                tried.append(found)
+                if self._is_kept(found):
+                    return found
+            if self._is_kept(least):
+                return least
         memory = min((plan.memory for plan in tried), key=lambda memory: memory.peak.bytes)
         fixed, ranks = memory.state_bytes + memory.gradient_bytes + memory.input_bytes, math.prod(shape)
-        need = f"{ranks} ranks need {size_text(memory.peak.bytes)} each, and the limit is {self.gib:g} GiB: "
+        limit = size_text(round(self.gib * GIB))
+        need = f"{ranks} ranks need {size_text(memory.peak.bytes)} each, and the limit is {limit}: "
         if fixed >= self.gib * GIB:
             whole = f"parameters, gradients and inputs are {size_text(fixed)} and whole on every rank"
             msg = f"{need}{whole}; no number of ranks is enough: use FSDP beside it"
@@ -94,7 +106,8 @@ class Limit(Generic[Found]):
         return plan.memory.peak.bytes <= self.gib * GIB
 
     def _fits(self, shape: Shape) -> bool:
-        return any(map(self._is_kept, self.plans(shape)))
+        log.info("is %s ranks enough for %s?", " x ".join(map(str, shape)), size_text(round(self.gib * GIB)))
+        return self._is_kept(self.split(shape))
 
     def _remedy(self, shape: Shape, share: float) -> str:
         """Return what mesh is needed.

@@ -52,14 +52,15 @@ def find_model(name: str) -> None:
         _factory(library, model)
 
 
-def build_named(name: str, *, num_classes: int, drop_path_rate: float = 0.0) -> nn.Module:
-    """Return a new, untrained model.
+def build_named(name: str, *, num_classes: int, drop_path_rate: float = 0.0, insist: bool = False) -> nn.Module:
+    """Return a new, untrained model; where the name is that of a model that exists, that one.
 
     Args:
         name: ``timm:NAME``, ``torchvision:NAME``, ``module:factory`` or timm's ``NAME``.  A factory is called with
             those of the keyword arguments below that it names.
         num_classes: How many logits.
         drop_path_rate: How often a residual branch is dropped in training; for models that have it.
+        insist: Whether a factory of a module is given them although it has defaults of its own.
 
     Raises:
         UnknownModelError: There is no such model.
@@ -70,9 +71,15 @@ def build_named(name: str, *, num_classes: int, drop_path_rate: float = 0.0) -> 
     if library == "timm":
         return _timm_model(model, num_classes, drop_path_rate)
     factory = _torchvision_factory(model) if library == "torchvision" else _factory(library, model)
+    if isinstance(factory, nn.Module):
+        return factory
     named = inspect.signature(factory).parameters
-    every = library == "torchvision"  # its models take num_classes through **kwargs
-    given = {k: v for k, v in wanted.items() if k in named or (every and k == "num_classes")}
+    if library == "torchvision":  # its models take num_classes through **kwargs
+        given = {k: v for k, v in wanted.items() if k in named or k == "num_classes"}
+    else:
+        given = {
+            k: v for k, v in wanted.items() if k in named and (insist or named[k].default is inspect.Parameter.empty)
+        }
     try:
         inspect.signature(factory).bind(**given)
     except TypeError as error:

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     found = planned(args)
     explained = [found.explain(name) for name in args.explain]  # first: a name may be wrong
     print(found)
-    if args.memory:
+    if args.memory or args.memory_limit_gib is not None:
         print(f"\nmemory\n{found.memory}")
     for text in explained:
         print(f"\n{text}")

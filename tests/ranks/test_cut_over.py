@@ -159,3 +159,12 @@ def test_a_plan_keeps_to_a_limit_of_memory_or_says_what_would() -> None:
         plan(model, image, world_size=enough - 1, memory_limit_gib=limit)
     with pytest.raises(PlanError, match="whole on every rank; no number of ranks is enough"):
         plan(model, image, memory_limit_gib=needed / 100)
+
+
+def test_a_limit_is_kept_by_splitting_what_would_be_cheaper_whole() -> None:
+    model, (image,) = encoder()
+    plan = functools.partial(fxshard.plan, world_size=2, placements=[Shard(3)], inner_backend="eager")
+    split, cheapest = plan(model, image).memory.peak.bytes, plan(model, image, device="h200").memory.peak.bytes
+    assert split < cheapest  # small as it is, all of it is whole on an H200
+    limit = (split + cheapest) / 2**31
+    assert plan(model, image, device="h200", memory_limit_gib=limit).memory.peak.bytes == split

@@ -13,6 +13,13 @@ def classifier(num_classes: int) -> nn.Module:
     return nn.Linear(2, num_classes)
 
 
+def with_default(num_classes: int = 7) -> nn.Module:
+    return nn.Linear(2, num_classes)
+
+
+made = nn.Linear(2, 6)
+
+
 def fixed() -> nn.Module:
     return nn.Linear(2, 9)
 
@@ -21,9 +28,13 @@ def number() -> int:
     return 3
 
 
-@pytest.mark.parametrize(("name", "logits"), [("classifier", 4), ("fixed", 9)])
-def test_a_factory_gets_the_arguments_that_it_names(name: str, logits: int) -> None:
+@pytest.mark.parametrize(("name", "logits"), [("classifier", 4), ("with_default", 7), ("fixed", 9), ("made", 6)])
+def test_a_factory_gets_the_arguments_that_it_names_and_has_no_default_for(name: str, logits: int) -> None:
     assert build_named(f"{__name__}:{name}", num_classes=4)(torch.ones(1, 2)).shape == (1, logits)
+
+
+def test_who_insists_gets_as_many_logits_as_asked_for() -> None:
+    assert build_named(f"{__name__}:with_default", num_classes=4, insist=True)(torch.ones(1, 2)).shape == (1, 4)
 
 
 @pytest.mark.parametrize("name", ["convnext_atto", "timm:convnext_atto", "timm:resnet10t", "torchvision:resnet18"])
