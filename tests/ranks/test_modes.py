@@ -39,7 +39,7 @@ def build() -> tuple[nn.Module, tuple[Tensor]]:
     ("inner_backend", "options"),
     [
         ("aot_eager", {"memory_budget": 0.2}),
-        ("inductor", {"memory_budget": 0.2, "mode": "reduce-overhead"}),
+        pytest.param("inductor", {"memory_budget": 0.2, "mode": "reduce-overhead"}, marks=pytest.mark.nightly),
     ],
 )
 def test_the_results_are_those_of_one_device(pool: RankPool, inner_backend: str, options: dict[str, Any]) -> None:
