@@ -19,9 +19,11 @@ from torch import fx
 from fxshard import agreement, artifacts, compared
 from fxshard._torch import (
     FakeTensorMode,
+    before_groups_end,
     compilation_number,
     dead_draws_kept,
     detect_fake_mode,
+    drop_cuda_graphs,
     graph_end,
     hand_on,
     memory_budget,
@@ -220,6 +222,8 @@ def _compile(
     used |= {name for m in program.modules() if isinstance(m, SumGradients) for name in m.bucket.groups}
     hand_on(gm, program)
     lowered = lower(program, examples, config=made.config)
+    if mesh.device_type == "cuda":
+        before_groups_end(drop_cuda_graphs)
     agreement.agree_that_all_compiled(mesh)
     run = with_local_io(lowered, list(made.parts), mesh, made.local.meta[OUTPUTS])
     compiled = Compiled(source, made.graph, made.local, made.config, run)

@@ -70,6 +70,8 @@ def run(args: argparse.Namespace) -> int:
     """
     import math
 
+    import torch
+
     from fxshard.errors import PlanError
     from fxshard.optional import require
     from fxshard.workers import RankPool
@@ -83,6 +85,10 @@ def run(args: argparse.Namespace) -> int:
         raise PlanError(msg)
     if args.plot:
         require("matplotlib")
+    if args.device == "cuda" and (gpus := torch.cuda.device_count()) < math.prod(shape):
+        msg = f"a rank is timed on a GPU of its own: {math.prod(shape)} ranks, and torch sees {gpus}; on fewer, "
+        msg += "fxshard verify --device cuda compares results, and fxshard plan --device predicts times"
+        raise PlanError(msg)
     work = None if args.calibrate else _work(args, shape)
     with RankPool(math.prod(shape), device=args.device, timeout_s=args.timeout_s, meshes=[shape]) as pool:
         return _calibrate(pool, args) if work is None else _compare(pool, work, args)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import fxshard
+from fxshard.assembler import choice
 from fxshard.errors import FxShardError
 from fxshard.optional import pip_command
 from fxshard.verification import verify
@@ -120,6 +121,17 @@ def compilers() -> Iterator[Finding]:
     if torch.cuda.is_available():
         found = find_spec("triton") is not None
         yield Finding("triton", "ok" if found else "warning", "found" if found else "no Inductor on GPUs")
+        yield from assemblers()
+
+
+def assemblers() -> Iterator[Finding]:
+    """Yield whether what assembles for the GPUs keeps what is added."""
+    for capability in sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}):
+        found = choice(capability)
+        if found.used is not None:
+            yield Finding("assembler", "ok" if found.used == found.found else "warning", str(found))
+        elif found.found is not None:
+            yield Finding("assembler", "fails", str(found))
 
 
 def packages() -> Iterator[Finding]:
@@ -131,7 +143,7 @@ def packages() -> Iterator[Finding]:
 
 def ranks() -> Iterator[Finding]:
     """Yield whether two ranks on this machine compute what one device does."""
-    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.device_count() else "cpu"
     start = time.monotonic()
     try:
         found = verify(torch.nn.Conv2d(3, 4, 3, padding=1), torch.randn(1, 3, 8, 16), world_size=2, device=device)

@@ -15,7 +15,9 @@ from __future__ import annotations
 import faulthandler
 import io
 import math
+import os
 import signal
+import socket
 import sys
 import traceback
 from dataclasses import dataclass
@@ -37,6 +39,9 @@ Shape = tuple[int, ...]
 
 MESH_DIM_NAMES: dict[int, tuple[str, ...]] = {1: ("w",), 2: ("h", "w"), 3: ("d", "h", "w")}
 """The names of the mesh axes, by their number."""
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""The network interface of ranks on one machine."""
 
 STOP = b""
 """The call that ends a rank process."""
@@ -161,9 +166,27 @@ def _join_group(seat: Seat) -> None:
     patience = timedelta(hours=1)
     backend = "gloo"
     if seat.device == "cuda":
-        torch.cuda.set_device(seat.rank)
+        take_gpu(seat.rank, seat.world_size)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, rendezvous, rank=seat.rank, world_size=seat.world_size, timeout=patience)
     for shape in seat.meshes:
         ranks = torch.arange(math.prod(shape)).reshape(shape)
         _MESHES[shape] = DeviceMesh(seat.device, ranks, mesh_dim_names=MESH_DIM_NAMES[len(shape)])
+
+
+def take_gpu(rank: int, ranks: int) -> None:
+    """Make one GPU of this machine this rank's: that of its number, counted round where there are fewer than ranks.
+
+    NCCL refuses two ranks of one host on one GPU.  Where ranks share GPUs, those on one say that they are of several
+    hosts, and talk over sockets: what they compute and keep is what they would on GPUs of their own, how long they take
+    is not.
+
+    Args:
+        rank: On this machine.
+        ranks: How many there are on this machine.
+    """
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(rank % gpus)
+    if ranks > gpus:
+        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}, {rank // gpus}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)

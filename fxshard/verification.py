@@ -140,7 +140,7 @@ def verify(  # noqa: PLR0913  options
         dtypes: What to verify in.
         steps: Training steps, >= 1; each changes the weights.
         training: The mode of what a function returns; a module keeps its own.
-        device: Gloo ranks, or one GPU for each.
+        device: Gloo ranks, or ranks on GPUs by NCCL; where there are more ranks than GPUs they share them.
         bisect: Whether to look for the first node that differs, where something does.
         timeout_s: The longest that the ranks may take, in seconds.
 

@@ -29,8 +29,22 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
+
 from fxshard.errors import FxShardError
-from fxshard.rank_process import MESH_DIM_NAMES, STOP, Failure, Seat, Shape, decode, encode, mesh, serve, stack_file
+from fxshard.rank_process import (
+    LOOPBACK,
+    MESH_DIM_NAMES,
+    STOP,
+    Failure,
+    Seat,
+    Shape,
+    decode,
+    encode,
+    mesh,
+    serve,
+    stack_file,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -74,13 +88,13 @@ class RankPool:
 
     Args:
         world_size: How many ranks, >= 1.
-        device: ``"cpu"`` (gloo) or ``"cuda"`` (nccl, rank r on GPU r).
+        device: ``"cpu"`` (gloo) or ``"cuda"`` (nccl, rank r on GPU r; with fewer GPUs than ranks, ranks share them).
         timeout_s: The longest a call may take, in seconds; a start may take two minutes at least.
         grace_s: How long the other ranks may go on after the first failure, in seconds.
         meshes: Shapes of the device meshes to build; None is :func:`default_meshes`.
 
     Raises:
-        FxShardError: ``world_size``, ``device`` or a mesh shape is out of range.
+        FxShardError: ``world_size``, ``device`` or a mesh shape is out of range, or there is no GPU.
 
     Example:
         >>> with RankPool(2) as pool:  # doctest: +SKIP
@@ -113,6 +127,9 @@ class RankPool:
             raise FxShardError(msg)
         if self.device not in ("cpu", "cuda"):
             msg = f"device must be 'cpu' or 'cuda', got {self.device!r}"
+            raise FxShardError(msg)
+        if self.device == "cuda" and not torch.cuda.device_count():
+            msg = "device='cuda', and torch sees no GPU; device='cpu' runs the ranks on this machine's cores"
             raise FxShardError(msg)
         wrong = [s for s in self.meshes if len(s) not in MESH_DIM_NAMES or not 1 <= math.prod(s) <= self.world_size]
         if wrong:
@@ -272,8 +289,8 @@ def _worker_error(
 @contextmanager
 def _rank_environment(device: str) -> Iterator[None]:
     """Set what a rank must find in its environment before it imports torch."""
-    loopback = "lo0" if sys.platform == "darwin" else "lo"  # else gloo asks for the host's name, which may not resolve
-    wanted = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": loopback}
+    # else gloo asks for the host's name, which may not resolve
+    wanted = {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": LOOPBACK}
     if device == "cpu":
         wanted["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else every rank starts a compile pool of its own
     with _ENVIRONMENT:  # pools may be started by several threads

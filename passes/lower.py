@@ -24,6 +24,7 @@ from fxshard._torch import (
     recomputed_behind_collectives,
     register_inductor_decomposition,
 )
+from fxshard.assembler import use_sound_assembler
 from fxshard.errors import PlanError
 from fxshard.meeting import digest
 from fxshard.ops.lowering import LOWERINGS, lowering_hash
@@ -53,7 +54,7 @@ def without_autocast() -> ExitStack:
     return stack
 
 
-def cache_tag(local: fx.GraphModule) -> str:
+def cache_tag(local: fx.GraphModule, assembler: str) -> str:
     """Return what has to be in the key of compiled code's caches beside the graph's own operators.
 
     Those are what the communication operators are made of, and which nodes are recomputed in the backward: torch's
@@ -61,6 +62,7 @@ def cache_tag(local: fx.GraphModule) -> str:
 
     Args:
         local: One rank's local graph.
+        assembler: What :func:`fxshard.assembler.use_sound_assembler` returned.
     """
     regions: dict[object, int] = {}
     recomputed = [
@@ -68,7 +70,7 @@ def cache_tag(local: fx.GraphModule) -> str:
         for node in all_nodes(local)
         if "recompute" in node.meta
     ]
-    return f"fxshard-{lowering_hash()}-{digest(recomputed)}"
+    return f"fxshard-{lowering_hash()}-{digest([*recomputed, assembler])}"
 
 
 def partition_rules(local: fx.GraphModule, config: Config) -> ExitStack:
@@ -128,10 +130,17 @@ def lower(local: fx.GraphModule, example_inputs: Sequence[Any], *, config: Confi
         PlanError: The backend cannot be loaded.
     """
     backend = inner_compiler(config)
+    devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor) and value.is_cuda}
+    assembler = "".join(sorted({use_sound_assembler(device) for device in devices}))
     if config.inner_backend == "inductor":
         register_decompositions()
     ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
-    with without_autocast(), cache_key_tagged(cache_tag(local)), dead_draws_kept(), partition_rules(local, config):
+    with (
+        without_autocast(),
+        cache_key_tagged(cache_tag(local, assembler)),
+        dead_draws_kept(),
+        partition_rules(local, config),
+    ):
         compiled: Callable[..., Any] = backend(local, list(example_inputs))
     if not ambient:
         return compiled

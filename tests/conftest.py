@@ -15,8 +15,9 @@ settings.load_profile("fxshard")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let the operators of ``tests/ranks/test_operators.py`` be drawn anew."""
+    """Let the operators of ``tests/ranks/test_operators.py`` be drawn anew, and ranks run on GPUs."""
     parser.addoption("--operator-seed", type=int, default=0, help="of the operators drawn at random")
+    parser.addoption("--rank-device", default="cpu", help="'cuda': what tests.ranks.checks judges, by NCCL")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

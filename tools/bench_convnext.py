@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -34,6 +35,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
+from fxshard.rank_process import take_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -150,8 +152,8 @@ def start(alone: int | None) -> None:
     if alone:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=alone)
     else:
+        take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
-    torch.cuda.set_device(dist.get_rank())
 
 
 def configurations(args: argparse.Namespace, image: torch.Tensor) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,7 @@ import gc
 import importlib
 import itertools
 import json
+import os
 import sys
 import time
 from contextlib import nullcontext
@@ -35,6 +36,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fxshard
+from fxshard.rank_process import take_gpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -193,8 +195,8 @@ def start(alone: int | None) -> None:
         dist.init_process_group("fake", store=FakeStore(), rank=alone // 2, world_size=alone)
         torch.cuda.set_device(0)
     else:
+        take_gpu(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
         dist.init_process_group("cpu:gloo,cuda:nccl")
-        torch.cuda.set_device(dist.get_rank())
 
 
 def main() -> int:

@@ -33,12 +33,14 @@ from fxshard._torch.compilers import (
     Partitioned,
     cache_key_tagged,
     dead_draws_kept,
+    drop_cuda_graphs,
     lays_channels_last,
     memory_budget,
     mode_options,
     partitioned,
     recomputed_behind_collectives,
     register_inductor_decomposition,
+    restart_compile_workers,
     watch_backward,
 )
 from fxshard._torch.dynamo import (
@@ -52,7 +54,13 @@ from fxshard._torch.dynamo import (
     whole_graphs,
 )
 from fxshard._torch.functions import CompiledFunction, watch_functions
-from fxshard._torch.groups import collectives_started, default_group_timeout, group_exists, group_timeout
+from fxshard._torch.groups import (
+    before_groups_end,
+    collectives_started,
+    default_group_timeout,
+    group_exists,
+    group_timeout,
+)
 from fxshard._torch.operators import (
     get_data,
     is_composite,
@@ -81,6 +89,7 @@ __all__ = [
     "_get_default_timeout",
     "aot_export_module",  # the only capture that is functional, pre-dispatch and keeps no_grad regions
     "autograd_function_apply",  # what Dynamo makes of a torch.autograd.Function
+    "before_groups_end",
     "breaks_so_far",
     "cache_key_tagged",
     "collectives_started",
@@ -88,6 +97,7 @@ __all__ = [
     "dead_draws_kept",
     "default_group_timeout",
     "detect_fake_mode",  # Dynamo's mode has to be reused, two modes do not mix
+    "drop_cuda_graphs",
     "get_data",
     "get_torch_obj_rule_map",  # Dynamo's rules for torch's functions, by identity: built before one is replaced
     "graph_end",
@@ -106,6 +116,7 @@ __all__ = [
     "preserve_node_meta",
     "recomputed_behind_collectives",
     "register_inductor_decomposition",
+    "restart_compile_workers",
     "set_data",
     "set_grad_enabled",
     "static_shapes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -123,6 +124,20 @@ def memory_budget(part: float) -> AbstractContextManager[None]:
 
     patch: AbstractContextManager[None] = config.patch(activation_memory_budget=part)
     return patch
+
+
+def drop_cuda_graphs() -> None:
+    """Drop what Inductor has recorded: a communicator of NCCL does not end while a CUDA graph has it."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # not there where nothing was recorded
+    if trees is not None:
+        trees.reset_cudagraph_trees()
+
+
+def restart_compile_workers() -> None:
+    """End Inductor's processes that compile, which have the environment that they were started with; others follow."""
+    compiling = sys.modules.get("torch._inductor.async_compile")
+    if compiling is not None:
+        compiling.shutdown_compile_workers()
 
 
 def mode_options(mode: str) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.distributed_c10d import _world  # all process groups
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
 
@@ -35,6 +37,24 @@ def _collectives_of(group: torch.distributed.ProcessGroup) -> int:
         return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
     except RuntimeError:  # a backend that does not count
         return 0
+
+
+class _Last:
+    """Takes a place among the communicators that torch finalizes before it ends the process groups."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def finalize(self) -> None:
+        self.call()
+
+
+def before_groups_end(call: Callable[[], None]) -> None:
+    """Have something called when ``destroy_process_group`` begins to end all groups, or Python ends without it."""
+    if not any(isinstance(each, _Last) and each.call is call for each in _world.comms):
+        _world.comms.append(_Last(call))
+        atexit.unregister(call)
+        atexit.register(call)
 
 
 def group_exists(name: str) -> bool:

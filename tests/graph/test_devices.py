@@ -52,7 +52,7 @@ def test_code_that_recomputes_is_not_taken_for_code_that_keeps() -> None:
         for node, region in zip(nodes, regions, strict=False):
             node.meta |= {"recompute": "prefer", "ac_graph_id": region}
         graph.output(tuple(nodes))
-        tags.append(cache_tag(fx.GraphModule({}, graph)))
+        tags.append(cache_tag(fx.GraphModule({}, graph), ""))
     kept, first, same, both = tags
     assert first == same
     assert len({kept, first, both}) == 3

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fxshard import backend
 from fxshard.compare import Case, compare_on_rank
 from fxshard.values import plan_of
+from fxshard.workers import mesh
 
 if TYPE_CHECKING:
     from torch import fx
@@ -35,8 +36,8 @@ class Verdict:
 
 
 def judge(rank: int, cases: list[Case]) -> list[Verdict]:
-    """Compare every case on this rank (runs in a rank process)."""
-    return [_judge_one(rank, case) for case in cases]
+    """Compare every case on this rank, on the ranks' device (runs in a rank process)."""
+    return [_judge_one(rank, replace(case, device=mesh(case.mesh_shape).device_type)) for case in cases]
 
 
 def _judge_one(rank: int, case: Case) -> Verdict:

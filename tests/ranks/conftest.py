@@ -27,9 +27,10 @@ WHOLE_TABLES = ("test_cases.py", "test_models.py", "test_pages.py", "test_compos
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Four ranks with every 1-D mesh, the 2 x 2 mesh and those of the drawn operators."""
-    with RankPool(WORLD_SIZE, meshes=sorted({*default_meshes(WORLD_SIZE), *MESHES})) as ranks:
+    device = request.config.getoption("--rank-device")
+    with RankPool(WORLD_SIZE, device=device, meshes=sorted({*default_meshes(WORLD_SIZE), *MESHES})) as ranks:
         yield ranks
 
 

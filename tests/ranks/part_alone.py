@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "aot_eager": {"inner_backend": "aot_eager"},
     "default": {},
     "reduce-overhead": {"mode": "reduce-overhead"},
-    "reduce-overhead, budget": {"mode": "reduce-overhead", "memory_budget": 0.3},
+    "budget": {"memory_budget": 0.3},
 }
 STEPS = 8
 """CUDA graphs are replayed from the third on."""
